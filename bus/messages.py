@@ -1,0 +1,459 @@
+"""The whole protocol: every message that crosses the bus, as a declared type. docs/protocol.md is its normative text.
+
+Rules of evolution: keys are never renamed, a new key has a default, a retired name stays reserved.
+Durations travel, never clock readings. Long lists of block or token ids are little-endian u32 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .wire import Declared
+
+
+class Message(Declared):
+    """Base of all messages. `KIND` is what stands in frame 0 after the major version."""
+
+    KIND: ClassVar[str] = ""
+
+
+# ---------------------------------------------------------------- identity (design, section 5)
+
+
+class TryId(Declared):
+    """One decode node's try at one prefill node for one request. One try has one lease, ever."""
+
+    node: str
+    incarnation: bytes
+    request: bytes  # 128 bits, minted by the decode node, unique over all its lives
+    attempt: int  # counts from 1
+
+
+class LeaseId(Declared):
+    """One prefill node's promise to keep blocks. `generation` is one counter per incarnation, never reused."""
+
+    node: str
+    incarnation: bytes
+    epoch: int
+    generation: int
+
+
+class Geometry(Declared):
+    """What two nodes must agree on before a block of one can be read into a block of the other."""
+
+    layout: str = "native"  # block outermost: [block, layer, k/v, head, slot, channel]
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    kv_parts: int = 2  # K and V; 1 for a latent
+    block_size: int = 16  # tokens
+    dtype: str = "float32"
+    block_bytes: int = 0
+
+
+class Sampling(Declared):
+    """How the next token is chosen, and when to stop. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0  # the decode node draws one when the client gives none, so that P and D agree
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives beside the chosen token, 0 to 20; None: no logprobs at all
+
+
+class TokenLogprob(Declared):
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+# ---------------------------------------------------------------- any pair: membership
+
+
+class Member(Declared):
+    name: str
+    address: str
+    role: str = ""
+    public_key: str = ""
+
+
+class Hello(Message):
+    """First on every connection. The receiver compares field by field and answers welcome or refused."""
+
+    KIND = "hello"
+    role: str  # prefill, decode, both, gateway, tool
+    address: str = ""  # advertised bus address; empty for those that cannot be called back
+    http: str = ""
+    events: str = ""
+    version: str = ""
+    epoch: int = 0
+    geometry: Geometry | None = None  # None for tools and clients
+    fingerprint: str = ""  # weights
+    model: str = ""
+    max_model_len: int = 0
+    deterministic: bool = False
+
+
+class Welcome(Message):
+    """The receiver's own hello, and whom it knows."""
+
+    KIND = "welcome"
+    hello: Hello
+    members: tuple[Member, ...] = ()
+
+
+class Refused(Message):
+    """The pair cannot work. Every field that differs, with both values as text: (field, yours, mine)."""
+
+    KIND = "refused"
+    reason: str
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+
+class Agent(Message):
+    """The NIXL agent of one rank: sent after welcome, and again under every new epoch."""
+
+    KIND = "agent"
+    epoch: int
+    rank: int = 0
+    name: str = ""
+    metadata: bytes = b""
+    metadata_digest: bytes = b""  # xxh3_128: NIXL accepts flipped bits and may crash on them
+    base_address: int = 0  # of the KV region in the owner's mover
+    region_bytes: int = 0
+    blocks: int = 0
+
+
+class Heartbeat(Message):
+    KIND = "heartbeat"
+    waiting_prefill_tokens: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    reply: bool = False
+
+
+class Goodbye(Message):
+    KIND = "goodbye"
+    reason: str = ""
+
+
+class Drain(Message):
+    """Asks a node to drain, or tells peers that the sender drains: nothing new is sent to it."""
+
+    KIND = "drain"
+
+
+class Error(Message):
+    """The answer to what could not be understood or done. Names the kind and the field at fault."""
+
+    KIND = "error"
+    message: str
+    kind: str = ""
+    field: str = ""
+    code: str = "invalid_request"
+    client_id: str = ""
+    retry_after_ms: int = 0
+
+
+class StalePeer(Message):
+    """`to_inc` or `from_inc` of something just said is not current. Never answered by stale_peer."""
+
+    KIND = "stale_peer"
+    current: bytes  # the receiver's own incarnation
+    try_: TryId | None = None
+
+
+# ---------------------------------------------------------------- tool to node
+
+
+class Connect(Message):
+    """Join these: bus addresses of members."""
+
+    KIND = "connect"
+    addresses: tuple[str, ...]
+
+
+class Outcome(Declared):
+    target: str
+    ok: bool
+    detail: str = ""
+
+
+class ConnectReply(Message):
+    KIND = "connect.reply"
+    outcomes: tuple[Outcome, ...]
+
+
+class Disconnect(Message):
+    """End the link to these members (name or address) after their last lease, and keep them removed."""
+
+    KIND = "disconnect"
+    targets: tuple[str, ...]
+
+
+class DisconnectReply(Message):
+    KIND = "disconnect.reply"
+    outcomes: tuple[Outcome, ...]
+
+
+class Status(Message):
+    KIND = "status"
+
+
+class StatusReply(Message):
+    """`status` is plain maps and lists, documented in docs/operating.md; keys are only ever added."""
+
+    KIND = "status.reply"
+    status: dict[str, Any]
+
+
+class Ledger(Message):
+    KIND = "ledger"
+
+
+class LedgerReply(Message):
+    """Every block and lease accounted for. `clean`: free + cached = all and no lease, read or quarantine is left."""
+
+    KIND = "ledger.reply"
+    clean: bool
+    ledger: dict[str, Any]
+
+
+# ---------------------------------------------------------------- client to decode node and back
+
+
+class Generate(Message):
+    """Exactly one of text, messages, tokens. `client_id` is only echoed."""
+
+    KIND = "generate"
+    client_id: str
+    model: str = ""
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    tokens: bytes | None = None  # u32
+    sampling: Sampling = Sampling()
+    deadline_ms: int = 300_000
+    credit: int = 1024  # tokens the client is willing to have unacknowledged
+
+
+class Token(Message):
+    """Tokens `index` to `index + len(tokens)` of the answer, and the text that they complete."""
+
+    KIND = "token"
+    client_id: str
+    request: bytes
+    index: int
+    tokens: bytes  # u32
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Credit(Message):
+    """The client has consumed the answer up to `index`."""
+
+    KIND = "credit"
+    client_id: str
+    index: int
+
+
+class Timeline(Declared):
+    """Where a request's time went, in nanoseconds on the decode node's clock; 0 where a phase did not happen."""
+
+    remote: bool = False
+    prefill_node: str = ""
+    attempts: int = 0
+    queue_ns: int = 0  # arrival to admission
+    prefill_ns: int = 0  # admission to the first token
+    read_ns: int = 0  # first post to last terminal status
+    confirm_ns: int = 0  # transfer.done to lease.released
+    handover_ns: int = 0  # prefill.done to the decode node's first own token
+    ttft_ns: int = 0
+    itl_ns: int = 0  # median gap between tokens
+    total_ns: int = 0
+    read_bytes: int = 0
+    mover_ns: int = 0  # time the reads took in the mover, from post to terminal status, summed
+
+
+class Finished(Message):
+    """The one end of a request. `reason`: stop, length, cancelled, error."""
+
+    KIND = "finished"
+    client_id: str
+    request: bytes
+    reason: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: Error | None = None
+    timeline: Timeline = Timeline()
+
+
+class Cancel(Message):
+    KIND = "cancel"
+    client_id: str
+
+
+class Cancelled(Message):
+    """The answer to cancel, whether or not anything was still running."""
+
+    KIND = "cancelled"
+    client_id: str
+
+
+# ---------------------------------------------------------------- the hand-off (handoff.md)
+
+
+class PrefillRequest(Message):
+    """Raw frame 0: the prompt's token ids as u32. Repeated on timeout; idempotent by try."""
+
+    KIND = "prefill.request"
+    try_: TryId
+    sampling: Sampling
+    have: int  # tokens that the decode node already holds
+    deadline_ms: int
+    prompt_tokens: int
+    prompt_digest: bytes  # xxh3_128 of the ids
+
+
+class PrefillAccepted(Message):
+    """Also the snapshot that answers a repeated request. Block ids start at token `have`, rounded down to a block."""
+
+    KIND = "prefill.accepted"
+    try_: TryId
+    lease: LeaseId
+    ready: int = 0  # tokens of the prompt whose KV may be read
+    blocks: bytes = b""  # u32, cumulative: exactly those that hold tokens have..ready
+    finished: bool = False
+    first_token: bytes | None = None
+
+
+class PrefillProgress(Message):
+    KIND = "prefill.progress"
+    try_: TryId
+    lease: LeaseId
+    ready: int
+    blocks: bytes
+
+
+class PrefillDone(Message):
+    """`first_token` is an encoded FirstToken, none under skip-sampling; opaque to the machines."""
+
+    KIND = "prefill.done"
+    try_: TryId
+    lease: LeaseId
+    ready: int
+    blocks: bytes
+    first_token: bytes | None = None
+    prefill_ns: int = 0  # how long the prefill node computed
+
+
+class FirstToken(Declared):
+    """What the prefill node sampled. Carried as opaque bytes so that no machine sees token values."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PrefillFailed(Message):
+    KIND = "prefill.failed"
+    try_: TryId
+    cause: str  # no_room, draining, conflict, superseded, stale, too_long, expired, deadline, cancelled, ...
+    lease: LeaseId | None = None
+    retry_after_ms: int = 0
+
+
+class PrefillCancel(Message):
+    KIND = "prefill.cancel"
+    try_: TryId
+    lease: LeaseId | None = None
+
+
+class PrefillCancelled(Message):
+    KIND = "prefill.cancelled"
+    try_: TryId
+
+
+class TransferDone(Message):
+    """The claim: all reads are terminal. Asks whether the lease was held throughout."""
+
+    KIND = "transfer.done"
+    try_: TryId
+    lease: LeaseId
+
+
+class LeaseReleased(Message):
+    KIND = "lease.released"
+    try_: TryId
+    lease: LeaseId
+    valid: bool
+    cause: str = ""
+
+
+class RenewEntry(Declared):
+    try_: TryId
+    lease: LeaseId | None = None
+
+
+class LeaseRenew(Message):
+    KIND = "lease.renew"
+    entries: tuple[RenewEntry, ...]
+
+
+class RenewedEntry(Declared):
+    """`held` false is not_held. The rest is a snapshot, by which a lost progress or done is found."""
+
+    try_: TryId
+    held: bool
+    lease: LeaseId | None = None
+    ready: int = 0
+    blocks: bytes = b""
+    finished: bool = False
+    first_token: bytes | None = None
+
+
+class LeaseRenewed(Message):
+    KIND = "lease.renewed"
+    entries: tuple[RenewedEntry, ...]
+
+
+# ---------------------------------------------------------------- snapshots and published events
+
+
+class EventsSnapshot(Message):
+    """Asks a publisher for all it would take to rebuild a topic: the answer carries its present sequence."""
+
+    KIND = "events.snapshot"
+    topic: str
+
+
+class EventsSnapshotReply(Message):
+    KIND = "events.snapshot.reply"
+    topic: str
+    sequence: int
+    state: dict[str, Any]
+
+
+class Published(Message):
+    """One event on PUB. Topic `<group>@<node>`; header.seq counts per topic, so that a hole shows."""
+
+    KIND = "published"
+    topic: str
+    event: str
+    data: dict[str, Any] = {}
+
+
+MESSAGES: dict[str, type[Message]] = {
+    m.KIND: m
+    for m in (
+        Hello, Welcome, Refused, Agent, Heartbeat, Goodbye, Drain, Error, StalePeer,
+        Connect, ConnectReply, Disconnect, DisconnectReply, Status, StatusReply, Ledger, LedgerReply,
+        Generate, Token, Credit, Finished, Cancel, Cancelled,
+        PrefillRequest, PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancel, PrefillCancelled,
+        TransferDone, LeaseReleased, LeaseRenew, LeaseRenewed,
+        EventsSnapshot, EventsSnapshotReply, Published,
+    )
+}  # fmt: skip

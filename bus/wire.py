@@ -1,0 +1,114 @@
+"""Bytes in, declared types out. The only module that knows msgspec and msgpack.
+
+A message is `[pd1.<kind>] [header] [body] [raw...]`. The major version stands in frame 0, so that a peer
+of another major is refused without decoding anything. Header and body are msgpack maps with string keys:
+unknown keys are ignored, missing ones take their defaults, wrong types are refused by the field's name.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from .errors import RemoteProtocolError
+
+MAJOR = 1
+PREFIX = b"pd1."
+FRAME_BYTES_MAX = 16 << 20  # largest control message; ZeroMQ itself drops a peer that exceeds it (MAXMSGSIZE)
+FRAMES_MAX = 16
+DEPTH_MAX = 64  # a depth bomb would raise RecursionError, not a decode error
+
+T = TypeVar("T", bound="Declared")
+
+
+class Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every declared type: messages, ipc messages, events and effects of the machines."""
+
+
+class Header(Declared, rename={"from_": "from"}):
+    """Who says it to whom. `seq` counts per sender incarnation and connection; `cause` is the `seq` (as the
+    sender of that message wrote it) of the message that led to this one, 0 when none did."""
+
+    from_: str
+    from_inc: bytes
+    to: str = ""
+    to_inc: bytes = b""
+    seq: int = 0
+    cause: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(value: Declared) -> bytes:
+    """One declared value as msgpack."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | memoryview, kind: type[T], *, name: str = "") -> T:
+    """Decode one declared value. Raises RemoteProtocolError naming `name` and the field at fault."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(data)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as e:
+        problem, _, path = str(e).partition(" - at `")
+        raise RemoteProtocolError(str(e), kind=name, field=path.removesuffix("`").removeprefix("$.")) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
+        raise RemoteProtocolError(f"not msgpack: {e}", kind=name) from None
+
+
+def to_plain(value: Any) -> Any:
+    """A declared value as plain dicts, lists and scalars, for tools and JSON."""
+    return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+def to_json(value: Any) -> bytes:
+    """JSON of plain or declared values; bytes become hex."""
+    return msgspec.json.encode(value, enc_hook=repr)
+
+
+def replace(value: T, **changes: Any) -> T:
+    """A copy of a frozen declared value with some fields changed."""
+    return msgspec.structs.replace(value, **changes)
+
+
+def unpack_foreign(data: bytes) -> Any:
+    """msgpack that has no declared type here (foreign KV events, traces), with its limits set."""
+    try:
+        return msgpack.unpackb(
+            data, raw=False, strict_map_key=False, max_buffer_size=FRAME_BYTES_MAX, max_str_len=FRAME_BYTES_MAX
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as e:
+        raise RemoteProtocolError(f"not msgpack: {e}") from None
+
+
+def pack_foreign(value: Any) -> bytes:
+    """Plain values as msgpack, for formats that are not ours."""
+    return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    """Block ids or token ids as little-endian u32."""
+    packed = array.array("I", values)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_u32(data: bytes | memoryview) -> Sequence[int]:
+    """The inverse of pack_u32. Raises RemoteProtocolError when the length is no multiple of four."""
+    if len(data) % 4:
+        raise RemoteProtocolError(f"{len(data)} bytes is no list of u32")
+    packed = array.array("I")
+    packed.frombytes(data)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed

@@ -1,0 +1,240 @@
+"""What control, workers and movers of one node say to each other, over ZMQ PAIR on ipc:// (design, section 3).
+
+The sequence of a request inside a worker is named by `seq`, a counter of control's. A worker keeps each
+sequence's token ids (prompt, then what was sampled or forced) and its block table; steps say only what is new.
+"""
+
+from __future__ import annotations
+
+from pdbus.bus.messages import Geometry, Sampling, TokenLogprob
+from pdbus.bus.wire import Declared
+
+# ---------------------------------------------------------------- control to worker
+
+
+class ToWorker(Declared, tag_field="t", tag=True):
+    """Base of what control tells a worker."""
+
+
+class SeqOpen(ToWorker):
+    """A sequence begins: its prompt, and how to sample after it."""
+
+    seq: int
+    prompt: bytes  # u32
+    sampling: Sampling
+
+
+class SeqForce(ToWorker):
+    """Append tokens that were decided elsewhere (the first token, from the prefill node)."""
+
+    seq: int
+    tokens: bytes  # u32
+
+
+class SeqClose(ToWorker):
+    seq: int
+
+
+class StepRow(Declared):
+    """Compute positions `start` to `start + count` of one sequence, writing their KV into its blocks.
+
+    `new_blocks` are appended to the sequence's block table (u32); `reset` empties the table first
+    (after a preemption). With `sample`, one token is sampled after the last position and appended.
+    """
+
+    seq: int
+    start: int
+    count: int
+    new_blocks: bytes = b""
+    reset: bool = False
+    sample: bool = False
+
+
+class Step(ToWorker):
+    step: int
+    rows: tuple[StepRow, ...]
+
+
+class ProbeWorker(ToWorker):
+    """Asks for a WorkerAlive: /health/ready is a round trip through the worker."""
+
+    probe: int
+
+
+class StopWorker(ToWorker):
+    pass
+
+
+# ---------------------------------------------------------------- worker to control
+
+
+class FromWorker(Declared, tag_field="t", tag=True):
+    """Base of what a worker tells control."""
+
+
+class WorkerReady(FromWorker):
+    """The model is loaded and one warm-up step has run."""
+
+    pid: int
+    vocab_size: int
+    load_ns: int
+
+
+class RowResult(Declared):
+    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else ''."""
+
+    seq: int
+    token: int = -1
+    logprob: TokenLogprob | None = None
+    wrong_kv: str = ""
+
+
+class StepDone(FromWorker):
+    step: int
+    rows: tuple[RowResult, ...]
+    compute_ns: int
+
+
+class WorkerAlive(FromWorker):
+    probe: int
+
+
+class WorkerFailed(FromWorker):
+    """The worker cannot go on; it exits after this."""
+
+    problem: str
+
+
+# ---------------------------------------------------------------- control to mover
+
+
+class ToMover(Declared, tag_field="t", tag=True):
+    """Base of what control tells a mover."""
+
+
+class PeerAdd(ToMover):
+    """A peer's agent, after its `agent` message. `peer` names (node, incarnation, epoch) in one string, never reused."""
+
+    peer: str
+    agent_name: str
+    metadata: bytes
+    base_address: int
+    region_bytes: int
+    block_bytes: int
+
+
+class PeerRemove(ToMover):
+    """The peer has left for good. Its outstanding reads end as NIXL ends them."""
+
+    peer: str
+
+
+class Read(ToMover):
+    """Read whole blocks `source[i]` of the peer into local blocks `target[i]`. Answered once by ReadEnded."""
+
+    read: int
+    peer: str
+    source: bytes  # u32
+    target: bytes  # u32
+
+
+class Advertise(ToMover):
+    """How many leases peers may be reading under: the mover polls fast while any are."""
+
+    leases: int
+
+
+class ProbeMover(ToMover):
+    probe: int
+
+
+class StopMover(ToMover):
+    """Wait for outstanding reads (a reader that leaves in mid-read can kill the owner), then exit."""
+
+    wait_ms: int = 2000
+
+
+# ---------------------------------------------------------------- mover to control
+
+
+class FromMover(Declared, tag_field="t", tag=True):
+    """Base of what a mover tells control."""
+
+
+class MoverReady(FromMover):
+    pid: int
+    agent_name: str
+    metadata: bytes
+    base_address: int
+    region_bytes: int
+
+
+class PeerAdded(FromMover):
+    """`problem` is '' when the peer's metadata was loaded and a warm-up read has been tried."""
+
+    peer: str
+    problem: str = ""
+
+
+class ReadEnded(FromMover):
+    """Terminal. `problem` '' : all bytes are in place. `posted` false: the post gave no handle.
+
+    A failure that proves nothing (the handle may still write) is not reported here but by ReadDoubtful.
+    """
+
+    read: int
+    problem: str = ""
+    posted: bool = True
+    bytes: int = 0
+    transfer_ns: int = 0  # from post to terminal status
+
+
+class ReadDoubtful(FromMover):
+    """An exception that does not prove the end: the handle stays alive and is polled on; ReadEnded may yet follow."""
+
+    read: int
+    problem: str
+
+
+class MoverAlive(FromMover):
+    probe: int
+    reads: int
+
+
+class MoverFailed(FromMover):
+    problem: str
+
+
+# ---------------------------------------------------------------- start-up
+
+
+class WorkerArgs(Declared):
+    """Everything a worker needs, handed over as one JSON string at spawn."""
+
+    endpoint: str  # ipc://...
+    slab_path: str  # /proc/<control pid>/fd/<n>, the memfd
+    slab_bytes: int
+    blocks: int
+    geometry: Geometry
+    engine: str  # torch, coded
+    model: str  # folder or file
+    threads: int = 1
+    cpus: tuple[int, ...] = ()
+    device: str = "cpu"
+    dtype: str = "float32"
+    deterministic: bool = False
+    skip_sampling: bool = False
+    max_model_len: int = 0
+    max_batch_tokens: int = 0
+    coded_step_us: int = 0
+    coded_token_us: int = 0
+    coded_vocab: int = 256
+
+
+class MoverArgs(Declared):
+    endpoint: str
+    slab_path: str
+    slab_bytes: int
+    block_bytes: int
+    agent_name: str  # node, rank, incarnation, epoch: never used twice
+    cpus: tuple[int, ...] = ()
