@@ -1,0 +1,363 @@
+"""What the two halves of a hand-off hear and decide: events and effects of `Offers` (on P) and `Fetches` (on D).
+
+The halves know no model, socket or scheduler. They hold blocks through a `BlockOwner`, which under our own
+engine is the node's `BlockPool` and elsewhere whoever owns the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from pdbus.bus.messages import LeaseId, Message, PrefillRequest, Sampling, TryId
+from pdbus.bus.wire import Declared
+
+
+class Holder(str, Enum):
+    """Why a block in use may not be given to anyone."""
+
+    HELD = "held"  # a sequence on this node
+    ADVERTISED = "advertised"  # a lease
+    IN_FLIGHT = "in flight"  # a read that may still write into it
+    IN_STEP = "in step"  # a forward pass that may still write into it
+
+
+class Cause(str, Enum):
+    """Why a lease ended. Exactly one is recorded for each (design, invariant 3)."""
+
+    DONE = "done"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    SUPERSEDED = "superseded"
+    READER_DEAD = "reader dead"
+    WORKER_DEAD = "worker dead"
+    FAILED = "failed"
+    PROTOCOL = "protocol"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+
+class Reservation(Declared):
+    """Blocks for a whole prompt, in order; the first `cached_tokens` tokens need no computing."""
+
+    blocks: tuple[int, ...]
+    cached_tokens: int
+
+
+class BlockOwner(Protocol):
+    """Who owns the KV memory."""
+
+    block_size: int
+
+    def reserve(self, tokens: int, block_hashes: Sequence[bytes], holder: Holder) -> Reservation | None:
+        """Blocks for `tokens` tokens, each held once by `holder`; a cached prefix is shared, at most (tokens - 1)
+        // block_size blocks of it, since the last position is always computed. None: no room, nothing changed."""
+        ...
+
+    def hold(self, blocks: Sequence[int], holder: Holder) -> None: ...
+
+    def drop(self, blocks: Sequence[int], holder: Holder) -> None: ...
+
+
+class HandoffConfig(Declared):
+    """Timers of the hand-off (design, section 9). For liveness and waste only: no rule needs one to be safe."""
+
+    lease_ns: int = 30_000_000_000
+    renew_ns: int = 5_000_000_000
+    claim_ns: int = 2_000_000_000
+    claim_repeats: int = 2
+    answer_ns: int = 1_000_000_000  # accepted or failed, repeated once
+    tombstone_ns: int = 60_000_000_000
+    tombstones_max: int = 65_536
+    read_floor_ns: int = 2_000_000_000  # transfer deadline: max(floor, factor x expected)
+    read_factor: int = 20
+    leases_max: int = 4_096  # a bound on what strangers' requests may allocate
+
+
+# ---------------------------------------------------------------- P: what Offers hears
+
+
+class OfferEvent(Declared, tag_field="t", tag=True):
+    pass
+
+
+class PrefillAsked(OfferEvent):
+    """A prefill.request came; the shell adds the hashes of the prompt's full blocks and the opaque prompt handle."""
+
+    link: str
+    message: PrefillRequest
+    block_hashes: tuple[bytes, ...]
+
+
+class ReaderSaid(OfferEvent):
+    """transfer.done, lease.renew or prefill.cancel, from that incarnation of that node, addressed to `to_inc`."""
+
+    link: str
+    node: str
+    incarnation: bytes
+    to_inc: bytes
+    message: Message
+
+
+class ChunkComputed(OfferEvent):
+    """KV of the first `ready` tokens stands in the blocks. `last` with the first token (none: sampling skipped)."""
+
+    try_: TryId
+    ready: int
+    last: bool = False
+    first_token: bytes | None = None
+    prefill_ns: int = 0
+
+
+class WritesEnded(OfferEvent):
+    """After StopPrefill: no step is left that writes this try's blocks."""
+
+    try_: TryId
+
+
+class PrefillBroke(OfferEvent):
+    """The engine failed this one prompt (not the worker): the lease ends with cause failed."""
+
+    try_: TryId
+    problem: str
+
+
+class ReaderGone(OfferEvent):
+    """Proof that this incarnation is over: a hello of its successor, or its goodbye."""
+
+    node: str
+    incarnation: bytes
+
+
+class EpochBegan(OfferEvent):
+    """The loss of a worker or mover raised the epoch: every lease of an older one ends, before anything else."""
+
+    epoch: int
+    pool_reset: bool  # the worker's KV is gone, not only the agent
+
+
+class DrainBegan(OfferEvent):
+    pass
+
+
+class ShutdownBegan(OfferEvent):
+    pass
+
+
+class OfferTick(OfferEvent):
+    pass
+
+
+# ---------------------------------------------------------------- P: what Offers decides
+
+
+class OfferEffect(Declared, tag_field="t", tag=True):
+    pass
+
+
+class Answer(OfferEffect):
+    """Say this on the connection that asked."""
+
+    link: str
+    to: str
+    to_inc: bytes
+    message: Message
+
+
+class StartPrefill(OfferEffect):
+    """Compute tokens cached_tokens..prompt_tokens into these blocks, chunk by chunk, sampling after the last."""
+
+    try_: TryId
+    prompt_tokens: int
+    cached_tokens: int
+    blocks: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    sampling: Sampling
+
+
+class StopPrefill(OfferEffect):
+    """Compute no further chunk of it. Answered by WritesEnded, at once if no step runs."""
+
+    try_: TryId
+
+
+class LeaseBegan(OfferEffect):
+    lease: LeaseId
+    try_: TryId
+    blocks: int
+
+
+class LeaseEnded(OfferEffect):
+    """The one release. The blocks have been dropped."""
+
+    lease: LeaseId
+    try_: TryId
+    cause: Cause
+    held_ns: int
+
+
+# ---------------------------------------------------------------- D: what Fetches hears
+
+
+class FetchEvent(Declared, tag_field="t", tag=True):
+    pass
+
+
+class FetchAsked(FetchEvent):
+    """Fetch a prompt's KV from this prefill node into these blocks (the whole prompt's, by position).
+
+    The first `have` tokens are in place already, a multiple of the block size. `deadline_ns` is absolute.
+    """
+
+    request: bytes
+    attempt: int
+    node: str
+    incarnation: bytes
+    epoch: int
+    link: str
+    prompt_tokens: int
+    have: int
+    prompt_digest: bytes
+    sampling: Sampling
+    blocks: tuple[int, ...]
+    deadline_ns: int
+    bytes_per_s: int = 0  # recent bandwidth from that node; 0: unknown
+
+
+class OwnerSaid(FetchEvent):
+    """Any hand-off message of a prefill node: accepted, progress, done, failed, released, renewed, cancelled, stale_peer."""
+
+    link: str
+    node: str
+    incarnation: bytes
+    message: Message
+
+
+class ReadDone(FetchEvent):
+    """Terminal: all bytes are in place."""
+
+    read: int
+
+
+class ReadFailed(FetchEvent):
+    """Terminal: nothing more will be written, what is there is garbage."""
+
+    read: int
+    problem: str
+
+
+class ReadOverdue(FetchEvent):
+    """NIXL raised something that proves nothing: treated like a passed deadline; the handle lives on."""
+
+    read: int
+    problem: str
+
+
+class MoverReaped(FetchEvent):
+    """Our own mover's process is gone (reaped, not merely silent): no read of it writes any more."""
+
+
+class OwnerGone(FetchEvent):
+    """The prefill node is dead by silence, left, or came back as another incarnation."""
+
+    node: str
+    incarnation: bytes
+    proven: bool
+
+
+class OwnerEpoch(FetchEvent):
+    """The prefill node announced a new agent epoch: leases of older ones have ended."""
+
+    node: str
+    incarnation: bytes
+    epoch: int
+
+
+class FetchLeft(FetchEvent):
+    """The request needs this no longer: cancelled by the client, past its deadline, or ended by its first token."""
+
+    request: bytes
+
+
+class FetchTick(FetchEvent):
+    pass
+
+
+# ---------------------------------------------------------------- D: what Fetches decides
+
+
+class FetchEffect(Declared, tag_field="t", tag=True):
+    pass
+
+
+class Ask(FetchEffect):
+    """Send this prefill.request; the shell adds the prompt's ids as a raw frame."""
+
+    link: str
+    to: str
+    to_inc: bytes
+    message: PrefillRequest
+
+
+class Say(FetchEffect):
+    link: str
+    to: str
+    to_inc: bytes
+    message: Message
+
+
+class PostRead(FetchEffect):
+    """Read whole blocks. The blocks are held IN_FLIGHT until the read's terminal status."""
+
+    read: int
+    request: bytes
+    node: str
+    incarnation: bytes
+    epoch: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+class FirstTokenKnown(FetchEffect):
+    """Once per request at most: from whichever attempt was first (R8). `payload` is an encoded FirstToken."""
+
+    request: bytes
+    attempt: int
+    payload: bytes
+
+
+class PrefillFinished(FetchEffect):
+    """prefill.done was heard; for the timeline."""
+
+    request: bytes
+    attempt: int
+    prefill_ns: int
+
+
+class ReadsFinished(FetchEffect):
+    """All reads are terminal and good, the claim is on its way; for the timeline."""
+
+    request: bytes
+    attempt: int
+
+
+class Fetched(FetchEffect):
+    """Confirmed: the KV of the whole prompt is valid in the request's blocks."""
+
+    request: bytes
+    attempt: int
+
+
+class AttemptFailed(FetchEffect):
+    """This attempt is over; its blocks must not be used again by the request. Another may be tried.
+
+    `retry_after_ms` is the prefill node's hint; `peer_suspect`: choose another node for a while.
+    """
+
+    request: bytes
+    attempt: int
+    cause: str
+    node: str
+    retry_after_ms: int = 0
+    peer_suspect: bool = False
