@@ -59,7 +59,7 @@ def decode(data: bytes | memoryview, kind: type[T], *, name: str = "") -> T:
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as e:
-        problem, _, path = str(e).partition(" - at `")
+        _, _, path = str(e).partition(" - at `")
         raise RemoteProtocolError(str(e), kind=name, field=path.removesuffix("`").removeprefix("$.")) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise RemoteProtocolError(f"not msgpack: {e}", kind=name) from None

@@ -7,14 +7,14 @@ engine is the node's `BlockPool` and elsewhere whoever owns the memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 from pdbus.bus.messages import LeaseId, Message, PrefillRequest, Sampling, TryId
 from pdbus.bus.wire import Declared
 
 
-class Holder(str, Enum):
+class Holder(StrEnum):
     """Why a block in use may not be given to anyone."""
 
     HELD = "held"  # a sequence on this node
@@ -23,7 +23,7 @@ class Holder(str, Enum):
     IN_STEP = "in step"  # a forward pass that may still write into it
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """Why a lease ended. Exactly one is recorded for each (design, invariant 3)."""
 
     DONE = "done"
@@ -226,7 +226,7 @@ class FetchAsked(FetchEvent):
 
 
 class OwnerSaid(FetchEvent):
-    """Any hand-off message of a prefill node: accepted, progress, done, failed, released, renewed, cancelled, stale_peer."""
+    """Any hand-off message of a prefill node: the answers, progress, done, stale_peer."""
 
     link: str
     node: str
