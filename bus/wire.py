@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, dataclass_transform
 
 import msgpack
 import msgspec
@@ -26,6 +26,7 @@ DEPTH_MAX = 64  # a depth bomb would raise RecursionError, not a decode error
 T = TypeVar("T", bound="Declared")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
     """Base of every declared type: messages, ipc messages, events and effects of the machines."""
 
@@ -56,13 +57,25 @@ def decode(data: bytes | memoryview, kind: type[T], *, name: str = "") -> T:
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoded(decoder, data, name)  # type: ignore[no-any-return]
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, name: str) -> Any:
     try:
-        return decoder.decode(data)  # type: ignore[no-any-return]
+        return decoder.decode(data)
     except msgspec.ValidationError as e:
         _, _, path = str(e).partition(" - at `")
         raise RemoteProtocolError(str(e), kind=name, field=path.removesuffix("`").removeprefix("$.")) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise RemoteProtocolError(f"not msgpack: {e}", kind=name) from None
+
+
+def decode_union(data: bytes | memoryview, base: type[T], *, name: str = "") -> T:
+    """Decode one of the tagged subclasses of `base`. Raises RemoteProtocolError as `decode` does."""
+    decoder = _decoders.get(base)
+    if decoder is None:
+        decoder = _decoders[base] = msgspec.msgpack.Decoder(Union[tuple(base.__subclasses__())])  # noqa: UP007
+    return _decoded(decoder, data, name)  # type: ignore[no-any-return]
 
 
 def to_plain(value: Any) -> Any:
@@ -73,6 +86,14 @@ def to_plain(value: Any) -> Any:
 def to_json(value: Any) -> bytes:
     """JSON of plain or declared values; bytes become hex."""
     return msgspec.json.encode(value, enc_hook=repr)
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """The inverse of to_json for one declared type. Raises RemoteProtocolError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as e:
+        raise RemoteProtocolError(str(e)) from None
 
 
 def replace(value: T, **changes: Any) -> T:
