@@ -1,0 +1,419 @@
+"""Every setting of a node: one table, one frozen value, built once and passed in.
+
+A setting is an option `--kv-blocks`, a variable `PD_KV_BLOCKS` and a key `kv_blocks` (or `kv-blocks`) in a TOML
+file, at the top level or under `[node]`; the first of these that speaks wins. All checks are here. A ConfigError
+names the setting the way the user wrote it. What needs the network (is the port free?) is not known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import secrets
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.wire import Declared
+
+from . import values
+from .values import split_address
+
+DEMO_MODEL = "smollm2-135m-instruct"
+RUN_DIR_CHARS_MAX = 60  # a unix socket's path holds 107 characters; the node adds its own folder and socket names
+
+
+class NodeConfig(Declared):
+    """All that a node is told at its start. Units stand last in a name; `*_asked`: the user chose, so taken is an error."""
+
+    role: str  # prefill, decode, both
+    name: str
+    engine: str  # torch, coded
+    model: str  # folder, .gguf file or the demo model's name; "coded" for the coded engine
+    model_id: str  # "": taken from the weights
+
+    listen: str
+    listen_asked: bool
+    advertise: str  # what others connect to; port 0 or a moved default port: control fills in
+    advertise_asked: bool
+    events: str  # PUB; event replay binds the port after it
+    events_asked: bool
+    join: tuple[str, ...]
+    insecure: bool
+
+    http_host: str
+    http_port: int  # 0: no HTTP process
+    http_port_asked: bool
+
+    device: str
+    dtype: str
+    threads: int
+    cpus: tuple[int, ...]  # (): all that the process may use
+    deterministic: bool
+    skip_sampling: bool
+    max_model_len: int  # tokens; 0: the model's own limit
+
+    block_size: int  # tokens
+    kv_blocks: int  # 0: as many as kv_memory_bytes hold
+    kv_memory_bytes: int
+
+    max_running: int  # sequences in one step
+    max_batch_tokens: int
+    prefill_chunk: int  # tokens
+
+    lease_ns: int
+    renew_ns: int
+    claim_ns: int
+
+    coded_layers: int
+    coded_kv_heads: int
+    coded_head_dim: int
+    coded_vocab: int
+    coded_step_ms: float
+    coded_token_us: float
+
+    record: str  # folder; "": not recorded
+    run_dir: str
+
+
+class Host(Declared):
+    """What defaults and checks need to know of the machine and the moment."""
+
+    cpus: tuple[int, ...]
+    memory_bytes: int  # available now
+    run_dir: str
+    name_suffix: str
+
+
+def this_host() -> Host:
+    """The machine as it is now, with a fresh random name suffix."""
+    run_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = os.path.isdir(run_dir) and os.access(run_dir, os.W_OK) and len(run_dir) <= RUN_DIR_CHARS_MAX
+    return Host(
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        memory_bytes=_memory_available_bytes(),
+        run_dir=run_dir if usable else tempfile.gettempdir(),
+        name_suffix=secrets.token_hex(2),
+    )
+
+
+def _memory_available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 4 << 30
+
+
+Chosen = dict[str, Any]
+Default = Callable[[Chosen, Host], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `default` is a value, or made from the settings above it and the host."""
+
+    name: str  # as in a file: kv_blocks
+    panel: str
+    metavar: str
+    parse: values.Parser
+    default: Any | Default
+    help: str
+    shown_default: str | None = None
+    field: str = ""  # of NodeConfig, where it is not the name
+
+    @property
+    def option(self) -> str:
+        return _option(self.name)
+
+    @property
+    def variable(self) -> str:
+        return "PD_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.parse is values.switch
+
+    @property
+    def is_list(self) -> bool:
+        return self.parse is values.addresses
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _name(c: Chosen, host: Host) -> str:
+    return f"{c['role']}-{host.name_suffix}"
+
+
+def _model(c: Chosen, host: Host) -> str:
+    return "coded" if c["engine"] == "coded" else ""
+
+
+def _events(c: Chosen, host: Host) -> str:
+    listen = split_address(c["listen"])
+    return str(listen._replace(port=listen.port and min(listen.port + 1, 65535)))
+
+
+def _is_cpu(c: Chosen) -> bool:
+    return bool(c["device"] == "cpu")
+
+
+_ADVERTISED = "tcp://HOST:PORT"
+_U32 = (1 << 32) - 1  # block ids travel as u32
+_LEASE_NS = 30 * 10**9
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("role", "Node", "ROLE", values.choice("prefill", "decode", "both"), "both",
+            "prefill, decode or both: what this node does."),
+    Setting("name", "Node", "NAME", values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -"),
+            _name, "The node's name, unlike any other's.", "the role and four random digits"),
+    Setting("run_dir", "Node", "DIR", str, lambda c, host: host.run_dir,
+            "Where the node makes a private folder for its sockets.", "$XDG_RUNTIME_DIR or /tmp"),
+    Setting("listen", "Bus", _ADVERTISED, values.address(free_port=True), "tcp://127.0.0.1:7400",
+            "Where the bus binds. Port 0 takes any free one."),
+    Setting("advertise", "Bus", _ADVERTISED, values.address(), lambda c, host: c["listen"],
+            "The address that others connect to.", "what it listens on"),
+    Setting("events", "Bus", _ADVERTISED, values.address(free_port=True), _events,
+            "Where KV-cache events are published; their replay binds the port after it.", "the port after --listen"),
+    Setting("join", "Bus", _ADVERTISED, values.addresses, (),
+            "Bus address of any member of the cluster; repeat, or separate with commas."),
+    Setting("insecure", "Bus", "", values.switch, False,
+            "Allow other machines to connect although no keys are in use."),
+    Setting("http_host", "HTTP", "HOST", values.text(r"[^\s/]+", "a host name or address"), "127.0.0.1",
+            "Where HTTP binds."),
+    Setting("http_port", "HTTP", "PORT", values.whole(0, 65535), 8080, "HTTP port; 0: no HTTP."),
+    Setting("engine", "Model", "ENGINE", values.choice("torch", "coded"), "torch",
+            "torch, or coded: made-up KV whose every byte can be checked."),
+    Setting("model", "Model", "MODEL", str, _model,
+            f"A Hugging Face folder, a GGUF file, or {DEMO_MODEL}."),
+    Setting("model_id", "Model", "ID", str, "", "Names the weights instead of their fingerprint."),
+    Setting("device", "Model", "DEVICE", values.text(r"(cpu|cuda|xpu)(:\d+)?", "cpu, cuda, cuda:N, xpu or xpu:N"), "cpu",
+            "cpu, cuda, xpu, or one of several: cuda:1."),
+    Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
+            lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
+            "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
+    Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24), 0,
+            "Most tokens of a prompt and its answer.", "the model's own limit"),
+    Setting("deterministic", "Model", "", values.switch, False,
+            "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
+    Setting("skip_sampling", "Model", "", values.switch, False,
+            "Prefill without sampler and output head; the decode node recomputes the last position."),
+    Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
+            "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
+    Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
+    Setting("kv_memory", "Memory", "SIZE", values.size(1 << 16), lambda c, host: min(1 << 30, host.memory_bytes // 4),
+            "Memory for KV blocks: 2GiB, 512MiB.", "1GiB, or a quarter of what is free", "kv_memory_bytes"),
+    Setting("max_batch_tokens", "Scheduling", "TOKENS", values.whole(1, 1 << 20), 1024, "Most tokens in one step."),
+    Setting("max_running", "Scheduling", "N", values.whole(1, 1 << 16), lambda c, host: min(64, c["max_batch_tokens"]),
+            "Most sequences in one step.", "64"),
+    Setting("prefill_chunk", "Scheduling", "TOKENS", values.whole(1, 1 << 20),
+            lambda c, host: min(256, c["max_batch_tokens"]), "Most tokens of one prompt in one step.", "256"),
+    Setting("cpus", "Scheduling", "LIST", values.cores, (), "Cores to use: 0,2-3.", "all"),
+    Setting("threads", "Scheduling", "N", values.whole(1, 1024), lambda c, host: len(c["cpus"] or host.cpus),
+            "Threads of the worker.", "one a core"),
+    Setting("lease", "Hand-off", "TIME", values.duration(10**8, 3600 * 10**9), _LEASE_NS,
+            "How long a prefill node keeps blocks that nobody renews.", "30s", "lease_ns"),
+    Setting("renew", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),
+            lambda c, host: min(5 * 10**9, c["lease"] // 6), "How often a decode node renews.", "5s", "renew_ns"),
+    Setting("claim", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),
+            lambda c, host: min(2 * 10**9, c["lease"] // 15),
+            "How long a decode node waits for a claim's answer, three times.", "2s", "claim_ns"),
+    Setting("coded_layers", "Coded engine", "N", values.whole(1, 1024), 4, "Layers."),
+    Setting("coded_kv_heads", "Coded engine", "N", values.whole(1, 1024), 2, "KV heads."),
+    Setting("coded_head_dim", "Coded engine", "N", values.whole(1, 1024), 16, "Channels of a head."),
+    Setting("coded_vocab", "Coded engine", "N", values.whole(2, 1 << 24), 256, "Token ids."),
+    Setting("coded_step_ms", "Coded engine", "MS", values.real(0, 60_000, "milliseconds"), 0.0, "Time of a step."),
+    Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
+            "Time that each token adds to a step."),
+    Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
+)  # fmt: skip
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+RIVALS = {"kv_blocks": "kv_memory", "kv_memory": "kv_blocks"}  # two ways to say one thing: the stronger source wins
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the user said: text by setting, and how each was written."""
+
+    text: dict[str, str] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+
+    def add(self, source: Mapping[str, tuple[str, str]]) -> None:
+        """Settings (text, how written) of one source; what a stronger source has said stays."""
+        taken = dict(self.text)
+        for name, (text, written) in source.items():
+            rival = RIVALS.get(name, "")
+            if rival in source:
+                raise ConfigError(written, f"give either it or {source[rival][1]}, not both")
+            if name not in taken and rival not in taken:
+                self.text[name], self.written[name] = text, written
+
+    def name_of(self, *names: str) -> str:
+        """How the first of these that was given was written; the option of the first when none was."""
+        for name in names:
+            if name in self.written:
+                return self.written[name]
+        return _option(names[0])
+
+
+def load(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    file: Path | None = None,
+    host: Host | None = None,
+) -> NodeConfig:
+    """The node's settings from options (text by setting name), environment and file. Raises ConfigError."""
+    given = _Given()
+    given.add({name: (text, _option(name)) for name, text in flags.items()})
+    given.add({s.name: (environ[s.variable], s.variable) for s in SETTINGS if environ and environ.get(s.variable)})
+    given.add(_from_file(file) if file else {})
+    return _resolve(given, host or this_host())
+
+
+def _resolve(given: _Given, host: Host) -> NodeConfig:
+    chosen: Chosen = {}
+    for setting in SETTINGS:
+        chosen[setting.name] = _value(setting, given, chosen, host)
+    _check(chosen, given, host)
+    asked = {f"{name}_asked": name in given.text for name in ("listen", "advertise", "events", "http_port")}
+    return NodeConfig(**{s.field or s.name: chosen[s.name] for s in SETTINGS}, **asked)
+
+
+def _from_file(file: Path) -> dict[str, tuple[str, str]]:
+    table = read_toml(file)
+    node = table.pop("node", {})
+    if not isinstance(node, dict):
+        raise ConfigError(f"node ({file.name})", "is a table: write [node], then one key = value a line")
+    found: dict[str, tuple[str, str]] = {}
+    for key, value in (*node.items(), *table.items()):
+        name, written = key.replace("-", "_"), f"{key} ({file.name})"
+        if name not in _BY_NAME:
+            raise ConfigError(written, f"is no setting of a node; the nearest is {_nearest(name)}")
+        found.setdefault(name, (_toml_text(written, value), written))
+    return found
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The whole file. Raises ConfigError naming `--config`."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError("--config", f"cannot read {file}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError("--config", f"{file} is not TOML: {e}") from None
+
+
+def _nearest(name: str) -> str:
+    return difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0]
+
+
+def _toml_text(written: str, value: Any) -> str:
+    """A TOML value as an option's text, so that one parser serves all three."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list) and all(isinstance(v, str | int) for v in value):
+        return ",".join(str(v) for v in value)
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ConfigError(written, "give text, a number, true, false or a list")
+
+
+def _value(setting: Setting, given: _Given, chosen: Chosen, host: Host) -> Any:
+    if setting.name in given.text:
+        try:
+            return setting.parse(given.text[setting.name])
+        except ValueError as e:
+            raise ConfigError(given.written[setting.name], str(e)) from None
+    return setting.default(chosen, host) if callable(setting.default) else setting.default
+
+
+def _check(c: Chosen, given: _Given, host: Host) -> None:
+    """What no setting can be judged by alone."""
+    _check_bus(c, given)
+    _check_http(c, given)
+    _check_model(c, given)
+    _check_sizes(c, given)
+    _check_timers(c, given)
+    _check_host(c, given, host)
+
+
+def _check_bus(c: Chosen, given: _Given) -> None:
+    listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
+    for name, bound in (("listen", listen), ("events", events)):
+        if not bound.loopback and not c["insecure"]:
+            problem = f"{bound} can be reached from other machines: needs keys or --insecure"
+            raise ConfigError(given.name_of(name, "listen"), problem)
+    if listen.wildcard and "advertise" not in given.text:
+        problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
+        raise ConfigError(given.name_of("listen"), problem)
+    if advertise.wildcard or (advertise.loopback and not listen.loopback):
+        raise ConfigError(
+            given.name_of("advertise"), f"other machines cannot connect to {advertise}: give this one's address"
+        )
+    if events.port == 65535:
+        raise ConfigError(
+            given.name_of("events", "listen"), "leaves no port for the events' replay: give one below 65535"
+        )
+    if events.port and listen.port in (events.port, events.port + 1):
+        raise ConfigError(
+            given.name_of("events"), f"ports {events.port} and {events.port + 1} must differ from --listen's"
+        )
+
+
+def _check_http(c: Chosen, given: _Given) -> None:
+    port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
+    if port and not values.is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
+        problem = f"{c['http_host']} can be reached from other machines: needs --insecure, or give 127.0.0.1"
+        raise ConfigError(given.name_of("http_host"), problem)
+    if port and port in (bus, *((events, events + 1) if events else ())):
+        raise ConfigError(given.name_of("http_port"), f"port {port} is the bus's: give another one")
+
+
+def _check_model(c: Chosen, given: _Given) -> None:
+    if c["engine"] == "coded":
+        return
+    wanted = f"give a folder with config.json and *.safetensors, a .gguf file, or {DEMO_MODEL}"
+    model = c["model"]
+    if not model:
+        raise ConfigError(given.name_of("model"), f"is needed: {wanted}")
+    if model != DEMO_MODEL and not os.path.exists(model):
+        raise ConfigError(given.name_of("model"), f"there is no {model}; {wanted}")
+
+
+def _check_sizes(c: Chosen, given: _Given) -> None:
+    batch = c["max_batch_tokens"]
+    for name in ("prefill_chunk", "max_running"):
+        if c[name] > batch:
+            raise ConfigError(
+                given.name_of(name), f"{c[name]} is more than a step holds: give at most --max-batch-tokens, {batch}"
+            )
+
+
+def _check_timers(c: Chosen, given: _Given) -> None:
+    """A lease must outlive two lost renewals and the claim with its two repeats (design, section 9)."""
+    least = 3 * c["renew"] + 3 * c["claim"]
+    if c["lease"] < least:
+        problem = f"is too short: three renewals and three claims take {values.show_duration(least)}"
+        raise ConfigError(given.name_of("lease", "renew", "claim"), problem)
+
+
+def _check_host(c: Chosen, given: _Given, host: Host) -> None:
+    missing = [core for core in c["cpus"] if core not in host.cpus]
+    if missing:
+        has = ",".join(map(str, host.cpus))
+        raise ConfigError(given.name_of("cpus"), f"core {missing[0]} cannot be used here; there are {has}")
+    if len(c["run_dir"]) > RUN_DIR_CHARS_MAX:
+        raise ConfigError(given.name_of("run_dir"), f"longer than {RUN_DIR_CHARS_MAX} characters; give a shorter path")
+    if not os.path.isdir(c["run_dir"]):
+        raise ConfigError(given.name_of("run_dir"), f"there is no folder {c['run_dir']}")
+    if os.path.exists(c["record"]) and not os.path.isdir(c["record"]):
+        raise ConfigError(given.name_of("record"), f"{c['record']} is a file; give a folder")
