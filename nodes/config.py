@@ -28,7 +28,7 @@ RUN_DIR_CHARS_MAX = 60  # a unix socket's path holds 107 characters; the node ad
 
 
 class NodeConfig(Declared):
-    """All that a node is told at its start. Units stand last in a name; `*_asked`: the user chose, so taken is an error."""
+    """All that a node is told at its start. `*_asked`: the user chose it, so that a taken port is an error."""
 
     role: str  # prefill, decode, both
     name: str
@@ -193,13 +193,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", "Model", "MODEL", str, _model,
             f"A Hugging Face folder, a GGUF file, or {DEMO_MODEL}."),
     Setting("model_id", "Model", "ID", str, "", "Names the weights instead of their fingerprint."),
-    Setting("device", "Model", "DEVICE", values.text(r"(cpu|cuda|xpu)(:\d+)?", "cpu, cuda, cuda:N, xpu or xpu:N"), "cpu",
-            "cpu, cuda, xpu, or one of several: cuda:1."),
+    Setting("device", "Model", "DEVICE", values.text(r"cpu|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N or xpu:N"),
+            "cpu", "cpu, cuda, xpu, or one of several: cuda:1."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
             lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
-    Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24), 0,
-            "Most tokens of a prompt and its answer.", "the model's own limit"),
+    Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24),
+            lambda c, host: 32_768 if c["engine"] == "coded" else 0, "Most tokens of a prompt and its answer.", "the model's own limit"),
     Setting("deterministic", "Model", "", values.switch, False,
             "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
     Setting("skip_sampling", "Model", "", values.switch, False,
@@ -284,8 +284,11 @@ def _resolve(given: _Given, host: Host) -> NodeConfig:
     for setting in SETTINGS:
         chosen[setting.name] = _value(setting, given, chosen, host)
     _check(chosen, given, host)
-    asked = {f"{name}_asked": name in given.text for name in ("listen", "advertise", "events", "http_port")}
-    return NodeConfig(**{s.field or s.name: chosen[s.name] for s in SETTINGS}, **asked)
+    asked: dict[str, Any] = {
+        f"{name}_asked": name in given.text for name in ("listen", "advertise", "events", "http_port")
+    }
+    fields: dict[str, Any] = {s.field or s.name: chosen[s.name] for s in SETTINGS}
+    return NodeConfig(**fields, **asked)
 
 
 def _from_file(file: Path) -> dict[str, tuple[str, str]]:
