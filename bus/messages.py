@@ -250,6 +250,7 @@ class Token(Message):
     tokens: bytes  # u32
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    pieces: tuple[tuple[bytes, ...], ...] = ()  # with logprobs, per token: its own bytes, then those of each in `top`
 
 
 class Credit(Message):

@@ -8,6 +8,7 @@ unknown keys are ignored, missing ones take their defaults, wrong types are refu
 from __future__ import annotations
 
 import array
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, Union, dataclass_transform
@@ -15,7 +16,7 @@ from typing import Any, TypeVar, Union, dataclass_transform
 import msgpack
 import msgspec
 
-from .errors import RemoteProtocolError
+from .errors import RemoteProtocolError, RequestError
 
 MAJOR = 1
 PREFIX = b"pd1."
@@ -94,6 +95,40 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as e:
         raise RemoteProtocolError(str(e)) from None
+
+
+_JSON_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "null",
+}  # fmt: skip
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Decode what a user wrote as JSON. Raises RequestError whose message and `param` name the field at fault."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as e:
+        raise _field_error(str(e)) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        problem = str(e).removeprefix("JSON is malformed: ")
+        raise RequestError(f"the body must be one JSON object in UTF-8: {problem}", code="invalid_json") from None
+
+
+def _field_error(text: str) -> RequestError:
+    problem, _, path = text.partition(" - at `")
+    path = path.removesuffix("`").removeprefix("$").removeprefix(".")
+    if named := re.match("Object (contains|missing).* `(.*)`", problem):
+        path = f"{path}.{named[2]}" if path else named[2]
+        problem = "unknown field" if named[1] == "contains" else "required field is missing"
+    problem = re.sub("`([^`]*)`", lambda m: _json_words(m[1]), problem)
+    return RequestError(f"{path or 'the body'}: {problem[0].lower()}{problem[1:]}", param=path or None)
+
+
+def _json_words(types: str) -> str:
+    names = types.removesuffix(" | null").split(" | ")
+    return " or ".join(_JSON_WORDS.get(name, name) for name in names)
 
 
 def replace(value: T, **changes: Any) -> T:
