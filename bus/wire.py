@@ -8,6 +8,8 @@ unknown keys are ignored, missing ones take their defaults, wrong types are refu
 from __future__ import annotations
 
 import array
+import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -112,8 +114,30 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        if path := _not_finite(data):
+            raise RequestError(f"{path}: NaN and infinity are no JSON numbers", param=path) from None
         problem = str(e).removeprefix("JSON is malformed: ")
         raise RequestError(f"the body must be one JSON object in UTF-8: {problem}", code="invalid_json") from None
+
+
+def _not_finite(data: bytes) -> str:
+    """Where a NaN or Infinity stands that only a laxer parser takes for a number; '' when that is not the problem."""
+    try:
+        return _find_not_finite(json.loads(data), "")
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _find_not_finite(value: Any, path: str) -> str:
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else path or "the body"
+    if isinstance(value, dict):
+        parts = [(item, f"{path}.{key}" if path else key) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    else:
+        return ""
+    return next((found for item, at in parts if (found := _find_not_finite(item, at))), "")
 
 
 def _field_error(text: str) -> RequestError:
