@@ -199,7 +199,8 @@ SETTINGS: tuple[Setting, ...] = (
             lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
     Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24),
-            lambda c, host: 32_768 if c["engine"] == "coded" else 0, "Most tokens of a prompt and its answer.", "the model's own limit"),
+            lambda c, host: 32_768 if c["engine"] == "coded" else 0, "Most tokens of a prompt and its answer.",
+            "the model's own limit"),
     Setting("deterministic", "Model", "", values.switch, False,
             "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
     Setting("skip_sampling", "Model", "", values.switch, False,
@@ -256,12 +257,10 @@ class _Given:
             if name not in taken and rival not in taken:
                 self.text[name], self.written[name] = text, written
 
-    def name_of(self, *names: str) -> str:
-        """How the first of these that was given was written; the option of the first when none was."""
-        for name in names:
-            if name in self.written:
-                return self.written[name]
-        return _option(names[0])
+    def error(self, problem: str, *names: str) -> ConfigError:
+        """Blames the first of these settings that was given, or the first of all."""
+        written = [self.written[name] for name in names if name in self.written]
+        return ConfigError(written[0] if written else _option(names[0]), problem)
 
 
 def load(
@@ -284,9 +283,8 @@ def _resolve(given: _Given, host: Host) -> NodeConfig:
     for setting in SETTINGS:
         chosen[setting.name] = _value(setting, given, chosen, host)
     _check(chosen, given, host)
-    asked: dict[str, Any] = {
-        f"{name}_asked": name in given.text for name in ("listen", "advertise", "events", "http_port")
-    }
+    ports = ("listen", "advertise", "events", "http_port")
+    asked: dict[str, Any] = {f"{name}_asked": name in given.text for name in ports}
     fields: dict[str, Any] = {s.field or s.name: chosen[s.name] for s in SETTINGS}
     return NodeConfig(**fields, **asked)
 
@@ -354,31 +352,25 @@ def _check_bus(c: Chosen, given: _Given) -> None:
     for name, bound in (("listen", listen), ("events", events)):
         if not bound.loopback and not c["insecure"]:
             problem = f"{bound} can be reached from other machines: needs keys or --insecure"
-            raise ConfigError(given.name_of(name, "listen"), problem)
+            raise given.error(problem, name, "listen")
     if listen.wildcard and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
-        raise ConfigError(given.name_of("listen"), problem)
+        raise given.error(problem, "listen")
     if advertise.wildcard or (advertise.loopback and not listen.loopback):
-        raise ConfigError(
-            given.name_of("advertise"), f"other machines cannot connect to {advertise}: give this one's address"
-        )
+        raise given.error(f"other machines cannot connect to {advertise}: give this one's address", "advertise")
     if events.port == 65535:
-        raise ConfigError(
-            given.name_of("events", "listen"), "leaves no port for the events' replay: give one below 65535"
-        )
+        raise given.error("leaves no port for the events' replay: give one below 65535", "events", "listen")
     if events.port and listen.port in (events.port, events.port + 1):
-        raise ConfigError(
-            given.name_of("events"), f"ports {events.port} and {events.port + 1} must differ from --listen's"
-        )
+        raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
 
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
     if port and not values.is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
         problem = f"{c['http_host']} can be reached from other machines: needs --insecure, or give 127.0.0.1"
-        raise ConfigError(given.name_of("http_host"), problem)
-    if port and port in (bus, *((events, events + 1) if events else ())):
-        raise ConfigError(given.name_of("http_port"), f"port {port} is the bus's: give another one")
+        raise given.error(problem, "http_host")
+    if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
+        raise given.error(f"port {port} is the bus's: give another one", "http_port")
 
 
 def _check_model(c: Chosen, given: _Given) -> None:
@@ -387,18 +379,16 @@ def _check_model(c: Chosen, given: _Given) -> None:
     wanted = f"give a folder with config.json and *.safetensors, a .gguf file, or {DEMO_MODEL}"
     model = c["model"]
     if not model:
-        raise ConfigError(given.name_of("model"), f"is needed: {wanted}")
+        raise given.error(f"is needed: {wanted}", "model")
     if model != DEMO_MODEL and not os.path.exists(model):
-        raise ConfigError(given.name_of("model"), f"there is no {model}; {wanted}")
+        raise given.error(f"there is no {model}; {wanted}", "model")
 
 
 def _check_sizes(c: Chosen, given: _Given) -> None:
     batch = c["max_batch_tokens"]
     for name in ("prefill_chunk", "max_running"):
         if c[name] > batch:
-            raise ConfigError(
-                given.name_of(name), f"{c[name]} is more than a step holds: give at most --max-batch-tokens, {batch}"
-            )
+            raise given.error(f"{c[name]} is more than a step holds: give at most --max-batch-tokens, {batch}", name)
 
 
 def _check_timers(c: Chosen, given: _Given) -> None:
@@ -406,17 +396,17 @@ def _check_timers(c: Chosen, given: _Given) -> None:
     least = 3 * c["renew"] + 3 * c["claim"]
     if c["lease"] < least:
         problem = f"is too short: three renewals and three claims take {values.show_duration(least)}"
-        raise ConfigError(given.name_of("lease", "renew", "claim"), problem)
+        raise given.error(problem, "lease", "renew", "claim")
 
 
 def _check_host(c: Chosen, given: _Given, host: Host) -> None:
     missing = [core for core in c["cpus"] if core not in host.cpus]
     if missing:
         has = ",".join(map(str, host.cpus))
-        raise ConfigError(given.name_of("cpus"), f"core {missing[0]} cannot be used here; there are {has}")
+        raise given.error(f"core {missing[0]} cannot be used here; there are {has}", "cpus")
     if len(c["run_dir"]) > RUN_DIR_CHARS_MAX:
-        raise ConfigError(given.name_of("run_dir"), f"longer than {RUN_DIR_CHARS_MAX} characters; give a shorter path")
+        raise given.error(f"longer than {RUN_DIR_CHARS_MAX} characters; give a shorter path", "run_dir")
     if not os.path.isdir(c["run_dir"]):
-        raise ConfigError(given.name_of("run_dir"), f"there is no folder {c['run_dir']}")
+        raise given.error(f"there is no folder {c['run_dir']}", "run_dir")
     if os.path.exists(c["record"]) and not os.path.isdir(c["record"]):
-        raise ConfigError(given.name_of("record"), f"{c['record']} is a file; give a folder")
+        raise given.error(f"{c['record']} is a file; give a folder", "record")
