@@ -1,0 +1,262 @@
+"""BlockPool: which KV block belongs to whom, and which content is kept for a prefix hit.
+
+Theory of operation. A block has a count per `Holder` and perhaps a hash. Its state is derived, never stored:
+
+    no holder, no hash           free         lowest ids are given out first, so that runs stay contiguous
+    no holder, a hash            cached       evicted, least recently used first, only when no free one is left
+    IN_FLIGHT holders only       quarantined  a read may still write into it: given to nobody
+    any other holder             in use       IN_STEP alone counts too: a forward pass may still write into it
+
+    free, cached -reserve, take-> in use        in use -hold-> in use        in use, quarantined -drop-> any
+
+A block leaves its holders only through `drop`, so a block that a read or step can still write is never in the free
+heap or the cache: invariant 2 holds by construction. It knows no tokens, tensors, leases or requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import StrEnum
+
+from pdbus.bus.errors import LocalProtocolError
+from pdbus.bus.wire import Declared
+
+from .handoff import Holder, Reservation
+
+
+class BlockState(StrEnum):
+    FREE = "free"
+    CACHED = "cached"
+    IN_USE = "in use"
+    QUARANTINED = "quarantined"
+
+
+class PoolCounts(Declared):
+    """In blocks. free + cached + in_use + quarantined = total."""
+
+    free: int
+    cached: int
+    in_use: int
+    quarantined: int
+    total: int
+
+
+class CacheEvent(Declared, tag_field="t", tag=True):
+    """What happened to shareable content, for publishing."""
+
+
+class BlockStored(CacheEvent):
+    """`parent` is the hash of the block before it, b'' for the first of a prompt."""
+
+    block_hash: bytes
+    parent: bytes
+    block: int
+
+
+class BlockRemoved(CacheEvent):
+    block_hash: bytes
+
+
+class BlocksCleared(CacheEvent):
+    pass
+
+
+class BlockPool:
+    """`blocks` KV blocks of `block_size` tokens, ids 0 to blocks - 1. Implements `BlockOwner`."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        if blocks < 1 or block_size < 1:
+            raise LocalProtocolError(f"a pool of {blocks} blocks of {block_size} tokens: both must be at least 1")
+        self.blocks = blocks
+        self.block_size = block_size
+        self._held: dict[Holder, list[int]] = {holder: [0] * blocks for holder in Holder}
+        self._holders: list[int] = [0] * blocks  # all holders of a block together
+        self._hash: list[bytes | None] = [None] * blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._free: list[int] = list(range(blocks))  # a heap
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._quarantined = 0
+        self._events: list[CacheEvent] = []
+
+    # ------------------------------------------------------------ giving out
+
+    def reserve(self, tokens: int, block_hashes: Sequence[bytes], holder: Holder) -> Reservation | None:
+        """Blocks for `tokens` tokens, in order, each held once by `holder`; None when there is no room.
+
+        The longest cached prefix is shared, at most (tokens - 1) // block_size blocks of it: the last position is
+        always computed, and never into a shared block.
+        """
+        if tokens < 1:
+            raise LocalProtocolError(f"blocks for {tokens} tokens: at least 1")
+        hits = self._hits(block_hashes[: (tokens - 1) // self.block_size])
+        fresh = -(-tokens // self.block_size) - len(hits)
+        if fresh > self.available() - sum(1 for block in hits if not self._holders[block]):
+            return None
+        for block in hits:
+            self._add(block, holder)
+        blocks = (*hits, *self._fresh(fresh, holder))
+        return Reservation(blocks=blocks, cached_tokens=len(hits) * self.block_size)
+
+    def take(self, n: int, holder: Holder) -> tuple[int, ...] | None:
+        """`n` fresh blocks, for a sequence that grows; None when there is no room."""
+        if n < 0:
+            raise LocalProtocolError(f"{n} blocks: at least 0")
+        return tuple(self._fresh(n, holder)) if n <= self.available() else None
+
+    def hold(self, blocks: Sequence[int], holder: Holder) -> None:
+        """Another holder for blocks that a sequence or lease has. Raises LocalProtocolError, and changes nothing, for
+        any other block, and for a read into a block that is shared or already being read into."""
+        self._named_once(blocks)
+        for block in blocks:
+            if not (self._held[Holder.HELD][block] or self._held[Holder.ADVERTISED][block]):
+                raise LocalProtocolError(f"block {block} ({self.state(block)}) has no sequence or lease to hold it for")
+            if holder is Holder.IN_FLIGHT and (self._hash[block] is not None or self._held[holder][block]):
+                raise LocalProtocolError(f"block {block} is shared or being read into: no read may write it")
+        for block in blocks:
+            self._add(block, holder)
+
+    def drop(self, blocks: Sequence[int], holder: Holder) -> None:
+        """The inverse of one `hold`, `reserve` or `take`. Raises LocalProtocolError, and changes nothing, for a block
+        without that holder."""
+        self._named_once(blocks)
+        for block in blocks:
+            if not self._held[holder][block]:
+                raise LocalProtocolError(f"block {block} has no holder '{holder.value}'")
+        for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
+            self._remove(block, holder)
+
+    # ------------------------------------------------------------ prefix cache
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of these would hit. Changes nothing."""
+        return len(self._hits(hashes))
+
+    def publish(self, block: int, block_hash: bytes, parent: bytes = b"") -> None:
+        """The block is full, its content final and shareable from now on, until evicted.
+
+        A hash that is known already stays with its first block. Raises LocalProtocolError for a block that is not in
+        use, may still be written by a read, or has another hash.
+        """
+        self._named_once((block,))
+        if self._by_hash.get(block_hash) is not None:
+            return
+        if self.state(block) is not BlockState.IN_USE or self._held[Holder.IN_FLIGHT][block]:
+            raise LocalProtocolError(f"block {block} is {self.state(block).value} or being read into: not final")
+        if self._hash[block] is not None:
+            raise LocalProtocolError(f"block {block} has another hash already")
+        self._hash[block] = block_hash
+        self._by_hash[block_hash] = block
+        self._events.append(BlockStored(block_hash=block_hash, parent=parent, block=block))
+
+    def reset(self) -> None:
+        """The worker's KV is gone: no content is worth a hit any more. Holders stay until they drop what they hold;
+        above all reads that are in flight, which write into the memory whatever became of the worker."""
+        if self._by_hash:
+            self._events.append(BlocksCleared())
+        for block in self._by_hash.values():
+            self._hash[block] = None
+        self._by_hash.clear()
+        for block in self._cached:
+            heapq.heappush(self._free, block)
+        self._cached.clear()
+
+    def take_events(self) -> list[CacheEvent]:
+        """What happened to shareable content since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------ asking
+
+    def available(self) -> int:
+        """Blocks that could be given out now: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def state(self, block: int) -> BlockState:
+        if self._holders[block] == 0:
+            return BlockState.FREE if self._hash[block] is None else BlockState.CACHED
+        in_flight_only = self._holders[block] == self._held[Holder.IN_FLIGHT][block]
+        return BlockState.QUARANTINED if in_flight_only else BlockState.IN_USE
+
+    def holders(self, block: int) -> dict[Holder, int]:
+        """Who holds it, how often."""
+        return {holder: held[block] for holder, held in self._held.items() if held[block]}
+
+    def counts(self) -> PoolCounts:
+        used = self.blocks - self.available()
+        return PoolCounts(
+            free=len(self._free),
+            cached=len(self._cached),
+            in_use=used - self._quarantined,
+            quarantined=self._quarantined,
+            total=self.blocks,
+        )
+
+    def check(self) -> None:
+        """Invariant 1, by looking at every block: each is exactly one of the four, and all books agree."""
+        states = [self.state(block) for block in range(self.blocks)]
+        assert sorted(self._free) == [b for b, s in enumerate(states) if s is BlockState.FREE], "free list"
+        assert sorted(self._cached) == [b for b, s in enumerate(states) if s is BlockState.CACHED], "cache list"
+        assert self._quarantined == states.count(BlockState.QUARANTINED), "quarantine gauge"
+        in_flight = self._held[Holder.IN_FLIGHT]
+        assert not any(in_flight[block] for block in self._by_hash.values()), "a shared block is being read into"
+        assert self._by_hash == {h: b for b, h in enumerate(self._hash) if h is not None}, "hashes"
+        for block in range(self.blocks):
+            counts = [held[block] for held in self._held.values()]
+            assert min(counts) >= 0 and sum(counts) == self._holders[block], f"holders of block {block}"
+
+    # ------------------------------------------------------------ one block
+
+    def _hits(self, hashes: Sequence[bytes]) -> list[int]:
+        hits = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _fresh(self, n: int, holder: Holder) -> list[int]:
+        blocks = [self._fresh_one() for _ in range(n)]
+        for block in blocks:
+            self._held[holder][block] += 1
+            self._holders[block] += 1
+            self._quarantined += holder is Holder.IN_FLIGHT
+        return blocks
+
+    def _fresh_one(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hash[block]
+        assert block_hash is not None
+        self._hash[block] = None
+        del self._by_hash[block_hash]
+        self._events.append(BlockRemoved(block_hash=block_hash))
+        return block
+
+    def _add(self, block: int, holder: Holder) -> None:
+        """One more holder for a block that is in use or cached."""
+        if not self._holders[block]:
+            del self._cached[block]
+        self._held[holder][block] += 1
+        self._holders[block] += 1
+
+    def _remove(self, block: int, holder: Holder) -> None:
+        before = self.state(block)
+        self._held[holder][block] -= 1
+        self._holders[block] -= 1
+        after = self.state(block)
+        self._quarantined += (after is BlockState.QUARANTINED) - (before is BlockState.QUARANTINED)
+        if after is BlockState.FREE:
+            heapq.heappush(self._free, block)
+        elif after is BlockState.CACHED:
+            self._cached[block] = None
+
+    def _named_once(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not 0 <= block < self.blocks:
+                raise LocalProtocolError(f"block {block} is none of the pool's 0 to {self.blocks - 1}")
+        if len(set(blocks)) != len(blocks):
+            raise LocalProtocolError("a block is named twice")
