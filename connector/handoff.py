@@ -72,6 +72,7 @@ class HandoffConfig(Declared):
     tombstones_max: int = 65_536
     read_floor_ns: int = 2_000_000_000  # transfer deadline: max(floor, factor x expected)
     read_factor: int = 20
+    block_bytes: int = 0  # of one KV block, for the expected time of a read; 0: the floor alone
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
 
 
@@ -88,6 +89,7 @@ class PrefillAsked(OfferEvent):
     link: str
     message: PrefillRequest
     block_hashes: tuple[bytes, ...]
+    to_inc: bytes = b""  # from the header; one that is not ours is answered by stale_peer, b'' is not checked
 
 
 class ReaderSaid(OfferEvent):

@@ -1,4 +1,4 @@
-"""BlockPool: every block is exactly one of free, cached, in use, quarantined; what is still written is given to nobody."""
+"""BlockPool: every block is exactly one of free, cached, in use, quarantined; none is given out while it is written."""
 
 from __future__ import annotations
 
