@@ -1,0 +1,161 @@
+"""The one wrapper around NIXL: an agent over one region of host memory cut into blocks.
+
+What it hides: the flavour's import (never `import nixl`, which pulls in torch to choose one), descriptor lists,
+and exceptions: the only terminal one is RemoteDisconnect (or a read that could not even be prepared), any other
+proves nothing. The methods and errors are those of agent.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pdbus.bus.errors import Broken
+
+from .agent import ReadDoubtful, ReadFailed
+
+FLAVOURS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # as nixl itself prefers them; all are alike for host memory
+WARM_UP_BYTES = 64
+
+_HINTS = (
+    ("UCX_TLS and UCX_NET_DEVICES must name a transport and a device that exist here, or be unset", "BACKEND"),
+    ("the metadata is damaged or of another NIXL version", "MISMATCH"),
+    ("raise the limit on open files (`ulimit -n`)", "too many open files"),
+)  # fmt: skip
+
+
+class RemotePeer:
+    """A peer's agent as loaded here: its name, and its region as a prepared list of blocks."""
+
+    def __init__(self, name: str, base_address: int, descriptors: Any) -> None:
+        self.name = name
+        self.base_address = base_address
+        self.descriptors = descriptors
+
+
+class NixlAgent:
+    """One NIXL agent over `size_bytes` at `address`, for one thread. Nobody must ever have used `name` before."""
+
+    def __init__(self, name: str, address: int, size_bytes: int, block_bytes: int) -> None:
+        api = load_flavour()
+        self._bindings = importlib.import_module(f"{api.__package__}._bindings")
+        self._block_bytes = block_bytes
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # where warm-up reads land
+        self._scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+        with translated(f"cannot create the NIXL agent {name}"):
+            self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            self._regions = self._agent.register_memory(
+                [(address, size_bytes, 0, ""), (self._scratch_address, mmap.PAGESIZE, 0, "")], "DRAM"
+            )
+            self._local = self._prepare("NIXL_INIT_AGENT", address, size_bytes)
+            self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def _prepare(self, owner: str, address: int, size_bytes: int) -> Any:
+        """A region as one row, [address, length, device, stride, count]: 100,000 blocks cost no more than one."""
+        rows = np.array(
+            [[address, self._block_bytes, 0, self._block_bytes, size_bytes // self._block_bytes]], np.uint64
+        )
+        return self._agent.prep_xfer_dlist(owner, rows, "DRAM")
+
+    def add_peer(self, name: str, metadata: bytes, base_address: int, region_bytes: int) -> RemotePeer:
+        """Load a peer. Raises Broken when the metadata cannot be used or is another agent's than `name`."""
+        with translated(f"cannot load the metadata of agent {name}"):
+            loaded = self._agent.add_remote_agent(metadata)
+        loaded = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
+        if loaded != name:
+            raise Broken(f"the metadata is of agent {loaded}, not of {name}")
+        with translated(f"the region of agent {name} is not what its metadata says"):
+            return RemotePeer(name, base_address, self._prepare(name, base_address, region_bytes))
+
+    def remove_peer(self, peer: RemotePeer) -> None:
+        """Forget a peer to which no handle is left. (With one left, its status would be lost.)"""
+        with translated(f"cannot remove agent {peer.name}"):
+            peer.descriptors.release()
+            self._agent.remove_remote_agent(peer.name)
+
+    def make_warm_up(self, peer: RemotePeer) -> Any:
+        """A read of a few bytes into scratch: it makes both sides connect."""
+        with translated(f"cannot reach agent {peer.name}", ReadFailed):
+            here = self._agent.get_xfer_descs([(self._scratch_address, WARM_UP_BYTES, 0)], "DRAM")
+            there = self._agent.get_xfer_descs([(peer.base_address, WARM_UP_BYTES, 0)], "DRAM")
+            return self._agent.initialize_xfer("READ", here, there, peer.name)
+
+    def make_read(self, peer: RemotePeer, source: bytes, target: bytes) -> Any:
+        """A handle for reading whole blocks (u32 ids), not yet posted. Neighbours in both lists become one descriptor.
+
+        Raises ReadFailed: there is no handle.
+        """
+        with translated(f"cannot prepare a read from agent {peer.name}", ReadFailed):
+            return self._agent.make_prepped_xfer("READ", self._local, _ids(target), peer.descriptors, _ids(source))
+
+    def post(self, handle: Any) -> bool:
+        """Start a read; True when it is already done. Raises ReadFailed or ReadDoubtful."""
+        with self._judged():
+            return bool(self._agent.transfer(handle) == "DONE")
+
+    def check(self, handle: Any) -> bool:
+        """True when done. Raises ReadFailed or ReadDoubtful."""
+        with self._judged():
+            return bool(self._agent.check_xfer_state(handle) == "DONE")
+
+    def release(self, handle: Any) -> None:
+        """Give up a handle whose read is terminal."""
+        with translated("cannot release a finished read"):
+            handle.release()
+
+    def pump(self) -> None:
+        """Let NIXL progress, for our reads and for those who read from us. Nothing else does."""
+        with translated("NIXL cannot progress"):
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """End the agent. With every handle released, nothing is written or read afterwards."""
+        self._local.release()
+        with translated("cannot deregister memory"):
+            self._agent.deregister_memory(self._regions)
+        del self._agent
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        try:
+            yield
+        except self._bindings.nixlRemoteDisconnectError as e:
+            raise ReadFailed(f"the peer has gone: {_text(e)}") from None
+        except Exception as e:
+            raise ReadDoubtful(_text(e)) from None
+
+
+def load_flavour() -> Any:
+    """The API module of the installed NIXL flavour. Raises Broken when none can be loaded."""
+    problems = []
+    for flavour in FLAVOURS:
+        try:
+            return importlib.import_module(f"{flavour}._api")
+        except ImportError as e:
+            problems.append(f"{flavour}: {e}")
+    raise Broken("no NIXL can be loaded; install pdbus[node] (" + "; ".join(problems) + ")")
+
+
+@contextmanager
+def translated(what: str, error: type[Broken] = Broken) -> Iterator[None]:
+    """NIXL's and UCX's bare exceptions as `error`, saying what failed and what may help."""
+    try:
+        yield
+    except Exception as e:
+        text = _text(e)
+        hint = next((f"; {hint}" for hint, sign in _HINTS if sign.lower() in text.lower()), "")
+        raise error(f"{what}: {text}{hint}") from None
+
+
+def _text(e: Exception) -> str:
+    return " ".join(str(e).split()) or type(e).__name__
+
+
+def _ids(packed: bytes) -> Any:
+    return np.frombuffer(packed, "<u4").astype(np.int32)
