@@ -1,0 +1,55 @@
+# make demo    the whole thing on this machine: environment, model, a prefill and a decode node, a comparison
+# make test    everything CI tests, in under 10 minutes on two cores
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check-long bench lint check-wheel clean
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:
+	@echo "make setup | demo | test | check-long | bench | lint | check-wheel | clean"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@[ -n "$(PYTHON)" ] && $(PYTHON) -c '$(NEW_ENOUGH)' || \
+	  { echo "needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python's venv module does not work here (Debian: apt install python3-venv)" >&2; exit 2; }
+	@echo "installing pdbus, torch and nixl into $(VENV): some minutes the first time"
+	@$(BIN)/pip install -q --progress-bar off -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/pd demo
+
+test: $(READY)
+	$(BIN)/pytest -q -m "not long"
+
+check-long: $(READY)
+	$(BIN)/pytest -q
+
+bench: $(READY)
+	$(BIN)/pd bench transfer
+	$(BIN)/pd bench bus
+	$(BIN)/pd bench serve
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check-wheel: $(READY)
+	$(BIN)/python .ci/check_wheel.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
