@@ -1,0 +1,1 @@
+"""Models as files: configurations, checkpoints, weights. Only `loader` and `llama` import torch."""

@@ -1,0 +1,123 @@
+"""What tensors a Hugging Face folder stores, from the safetensors headers alone. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.wire import Declared
+
+from .config import ModelConfig
+
+HEADER_BYTES_MAX = 100 << 20  # what the safetensors library itself allows
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+FLOATS = ("F32", "F16", "BF16")
+
+
+class StoredTensor(Declared):
+    """One tensor as stored: `offset` and `size` in bytes within `file`."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+Checkpoint = dict[str, StoredTensor]  # by tensor name, sorted
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Every tensor of a folder's safetensors, single or sharded. Raises ConfigError for a missing or cut file."""
+    tensors: Checkpoint = {}
+    for file in _files(folder):
+        tensors.update(_read_header(file))
+    return dict(sorted(tensors.items()))
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise ConfigError("--model", f"{index} is no safetensors index") from None
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise ConfigError("--model", f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _read_header(file: Path) -> Checkpoint:
+    try:
+        with file.open("rb") as f:
+            size = f.seek(0, 2)
+            f.seek(0)
+            (length,) = struct.unpack("<Q", f.read(8))
+            if length > min(HEADER_BYTES_MAX, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(f.read(length))
+            header.pop("__metadata__", None)
+            tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
+    except FileNotFoundError:
+        raise ConfigError("--model", f"{file} is missing") from None
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError("--model", f"{file} is no safetensors file, or is damaged: {e}") from None
+    end = max((t.offset + t.size for t in tensors.values()), default=0)
+    if end > size:
+        raise ConfigError("--model", f"{file} is truncated: it has {size} bytes, its header promises {end}")
+    return tensors
+
+
+def _stored(file: Path, entry: dict[str, Any], base: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if end - begin != prod(shape) * ITEM_BYTES.get(entry["dtype"], 0):
+        raise ValueError(f"{entry['dtype']} of shape {shape} in {end - begin} bytes")
+    return StoredTensor(file=str(file), dtype=entry["dtype"], shape=shape, offset=base + begin, size=end - begin)
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this configuration must have."""
+    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
+    for i in range(c.layers):
+        layer = f"model.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (c.hidden,)
+        shapes[layer + "post_attention_layernorm.weight"] = (c.hidden,)
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, c.hidden)
+            if c.qkv_bias:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (c.hidden, q)
+        shapes[layer + "mlp.gate_proj.weight"] = (c.ffn, c.hidden)
+        shapes[layer + "mlp.up_proj.weight"] = (c.ffn, c.hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (c.hidden, c.ffn)
+    shapes["model.norm.weight"] = (c.hidden,)
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    return shapes
+
+
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError naming the first tensor that is missing, left over, misshapen or of another dtype."""
+    expected = expected_tensors(config)
+    for name, shape in expected.items():
+        stored = checkpoint.get(name)
+        if stored is None:
+            raise ConfigError("--model", f"the checkpoint has no tensor {name}")
+        if stored.shape != shape:
+            raise ConfigError("--model", f"tensor {name} has shape {stored.shape}, config.json asks for {shape}")
+        if stored.dtype not in FLOATS:
+            raise ConfigError("--model", f"tensor {name} is {stored.dtype}; supported: {', '.join(FLOATS)}")
+    for name in checkpoint:
+        if name not in expected and not _harmless(name, config):
+            raise ConfigError("--model", f"the checkpoint has a tensor {name} that {config.architecture} has not")
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
