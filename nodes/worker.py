@@ -1,0 +1,142 @@
+"""The worker process: one engine over one KV slab, doing what control says, in the order it says it.
+
+    python -m pdbus.nodes.worker '<WorkerArgs as JSON>'
+
+One thread, three verbs: receive, step, report. It decides nothing and knows no request, lease or peer. Exit status:
+0 after stop, 2 for a setting that cannot work (said in one line of WorkerFailed), 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from pdbus.bus.errors import Closed, ConfigError, PdError
+from pdbus.bus.wire import from_json, unpack_u32
+from pdbus.connector.channel import ChildChannel
+from pdbus.connector.ipc import (
+    FromWorker,
+    ProbeWorker,
+    SeqClose,
+    SeqForce,
+    SeqOpen,
+    Step,
+    StepDone,
+    StopWorker,
+    ToWorker,
+    WorkerAlive,
+    WorkerArgs,
+    WorkerFailed,
+    WorkerReady,
+)
+from pdbus.connector.slab import Slab
+from pdbus.nodes.engines import Engine
+
+ALIVE_CHECK_MS = 5_000  # how often an idle worker looks whether control still lives; the kernel tells it too
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a worker until it is told to stop. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is control's to act on
+    args = from_json((sys.argv[1:] if argv is None else argv)[0], WorkerArgs)
+    channel = ChildChannel(args.endpoint, ToWorker)
+    try:
+        return _run(args, channel)
+    finally:
+        channel.close()
+
+
+def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
+    try:
+        try:
+            engine = load(args, channel)
+        except PdError as e:
+            return _failed(channel, str(e), 2)
+        serve(engine, channel)
+    except Closed:
+        return 0
+    except Exception as e:
+        traceback.print_exc()
+        return _failed(channel, f"{type(e).__name__}: {e}", 1)
+    return 0
+
+
+def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Engine:
+    """Map the slab, make the engine, run one warm-up step, and say so."""
+    began = time.monotonic_ns()
+    pin(args.cpus)
+    slab = Slab.open(args.slab_path, args.slab_bytes)
+    engine = make_engine(args, slab.memory)
+    engine.warm_up()
+    channel.send(WorkerReady(pid=os.getpid(), vocab_size=engine.vocab_size, load_ns=time.monotonic_ns() - began))
+    return engine
+
+
+def pin(cpus: tuple[int, ...]) -> None:
+    """Keep to these cores. Comes before numpy or torch start threads, which inherit it."""
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as e:
+            raise ConfigError("--cpus", f"{','.join(map(str, cpus))}: {e.strerror}") from None
+
+
+def make_engine(args: WorkerArgs, memory: Any) -> Engine:
+    """The engine of that name. Only `torch` imports torch."""
+    if args.engine == "coded":
+        from pdbus.nodes.engines.coded import CodedEngine
+
+        return CodedEngine(args, memory)
+    if args.engine == "torch":
+        import torch
+
+        torch.set_num_threads(args.threads)
+        from pdbus.nodes.engines.torch_engine import TorchEngine
+
+        return TorchEngine(args, memory)
+    raise ConfigError("--engine", f"{args.engine!r} is neither torch nor coded")
+
+
+def serve(engine: Engine, channel: ChildChannel[ToWorker]) -> None:
+    """Obey until StopWorker. Raises Closed when control has gone."""
+    while True:
+        for message in channel.poll(ALIVE_CHECK_MS):
+            if isinstance(message, StopWorker):
+                return
+            report = obey(engine, message)
+            if report is not None:
+                channel.send(report)
+
+
+def obey(engine: Engine, message: ToWorker) -> FromWorker | None:
+    """Do one thing; what is to be reported of it."""
+    match message:
+        case Step():
+            began = time.monotonic_ns()
+            rows = engine.step(message.rows)
+            return StepDone(step=message.step, rows=tuple(rows), compute_ns=time.monotonic_ns() - began)
+        case SeqOpen():
+            engine.open(message.seq, unpack_u32(message.prompt), message.sampling)
+        case SeqForce():
+            engine.force(message.seq, unpack_u32(message.tokens))
+        case SeqClose():
+            engine.close(message.seq)
+        case ProbeWorker():
+            return WorkerAlive(probe=message.probe)
+    return None
+
+
+def _failed(channel: ChildChannel[ToWorker], problem: str, status: int) -> int:
+    try:
+        channel.send(WorkerFailed(problem=problem))
+    except Closed:
+        print(problem, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
