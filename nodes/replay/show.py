@@ -1,0 +1,173 @@
+"""One request's way through all nodes, out of their recordings.
+
+A record belongs to a request when its payload names the request, the client's id for it, or a read or lease that
+another record of the same node ties to it. The meaning of payloads is not known here, only their field names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.recorder import SUFFIX, Record, Recording, RecordingHeader, read
+
+DETAIL_CHARS_MAX = 160
+EXIT_NOT_FOUND = 1
+
+Tie = tuple[Any, ...]
+
+
+class Moment(NamedTuple):
+    """A record on the common clock. `ties` are the names by which it belongs to a request."""
+
+    at_ns: int
+    node: str
+    record: Record
+    ties: tuple[Tie, ...]
+
+
+def show_request(wanted: str, paths: Sequence[Path]) -> int:
+    """Prints the table; 0, or 1 with one line on standard error when no or more than one request matches.
+    Raises ConfigError when a path is or holds no recording."""
+    moments, notes = load(paths)
+    found = find(moments, wanted)
+    if len(found) != 1:
+        print(f"pd-replay: {_mismatch(wanted, found, moments, paths)}", file=sys.stderr)
+        return EXIT_NOT_FOUND
+    Console().print(render(found[0], belonging(moments, found[0])))
+    for note in notes:
+        print(f"pd-replay: {note}", file=sys.stderr)
+    return 0
+
+
+def load(paths: Sequence[Path]) -> tuple[list[Moment], list[str]]:
+    """All records of all files in the order of the common clock, and what is to be said about the files."""
+    recordings = [read(file) for path in paths for file in _files(path)]
+    offsets = _offsets([recording.header for recording in recordings])
+    moments = [moment for r, offset in zip(recordings, offsets, strict=True) for moment in _moments(r, offset)]
+    notes = [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
+    notes += [f"{r.path.name}: {r.lost} records were lost while recording" for r in recordings if r.lost]
+    return sorted(moments, key=lambda m: (m.at_ns, m.node, m.record.sequence)), notes
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if not files:
+        raise ConfigError(str(path), f"holds no recording (*{SUFFIX}); give a folder of --record")
+    return files
+
+
+def _offsets(headers: Sequence[RecordingHeader]) -> list[int]:
+    """What to add to each file's clock. One offset a boot: wall clocks drift, the shared monotonic clock does not."""
+    by_boot: dict[str, int] = {}
+    offsets = []
+    for header in headers:
+        offset = header.wall_ns - header.monotonic_ns
+        offsets.append(by_boot.setdefault(header.boot, offset) if header.boot else offset)
+    return offsets
+
+
+def _moments(recording: Recording, offset_ns: int) -> Iterator[Moment]:
+    header = recording.header
+    for record in recording:
+        ties = tuple(dict.fromkeys(_ties(record.payload, (header.node, header.incarnation))))
+        yield Moment(record.now_ns + offset_ns, header.node, record, ties)
+
+
+def _ties(value: Any, owner: Tie) -> Iterator[Tie]:
+    """Everything in a payload by which a request can be known. Reads are known to their own node alone."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _ties(item, owner)
+    if not isinstance(value, dict):
+        return
+    request, client = value.get("request"), value.get("client_id")
+    if isinstance(request, bytes) and request:
+        yield ("request", request)
+    if isinstance(client, str) and client:
+        yield ("client", client)
+    if isinstance(value.get("read"), int):
+        yield ("read", value["read"], *owner)
+    if "generation" in value:
+        yield ("lease", *(value.get(key) for key in ("node", "incarnation", "generation")))
+    for item in value.values():
+        yield from _ties(item, owner)
+
+
+def find(moments: Sequence[Moment], wanted: str) -> list[Tie]:
+    """The requests whose id begins with `wanted` in hex, or whose client's id it is. An exact one beats a beginning."""
+    requests = dict.fromkeys(tie for m in moments for tie in m.ties if tie[0] == "request")
+    clients = dict.fromkeys(tie for m in moments for tie in m.ties if tie == ("client", wanted))
+    by_client = dict.fromkeys(
+        tie for m in moments if any(tie in clients for tie in m.ties) for tie in m.ties if tie[0] == "request"
+    )
+    if clients:
+        return list(by_client or clients)
+    return [tie for tie in requests if tie[1].hex().startswith(wanted.lower())]
+
+
+def belonging(moments: Sequence[Moment], request: Tie) -> list[Moment]:
+    """The moments of one request: those that name it, and those of reads, leases and client ids tied to it."""
+    own = {request: None}
+    for moment in moments:
+        tied = [tie for tie in moment.ties if tie[0] == "request"]
+        if tied == [request]:  # a message about several requests ties nothing
+            own.update(dict.fromkeys(moment.ties))
+    return [moment for moment in moments if any(tie in own for tie in moment.ties)]
+
+
+def _mismatch(wanted: str, found: Sequence[Tie], moments: Sequence[Moment], paths: Sequence[Path]) -> str:
+    if found:
+        ids = ", ".join(tie[1].hex() if isinstance(tie[1], bytes) else tie[1] for tie in found[:4])
+        return f"{wanted!r} fits {len(found)} requests ({ids}{', ...' if len(found) > 4 else ''}): give more of the id"
+    requests = {tie for m in moments for tie in m.ties if tie[0] == "request"}
+    return f"no request {wanted!r} among {len(requests)} in {', '.join(map(str, paths))}"
+
+
+def render(request: Tie, moments: Sequence[Moment]) -> Table:
+    """The table: node, milliseconds since the first record, what it was, its details."""
+    name = request[1].hex() if isinstance(request[1], bytes) else request[1]
+    table = Table(title=f"request {name}", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.add_column("node", no_wrap=True)
+    table.add_column("+ms", justify="right", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("details", overflow="fold", style="dim")
+    colours = _colours(moments)
+    for moment in moments:
+        milliseconds = f"{(moment.at_ns - moments[0].at_ns) / 1e6:.3f}"
+        what, details = _describe(moment.record)
+        table.add_row(f"[{colours[moment.node]}]{moment.node}[/]", milliseconds, what, details)
+    return table
+
+
+def _colours(moments: Sequence[Moment]) -> dict[str, str]:
+    palette = ("cyan", "magenta", "green", "yellow", "blue", "red")
+    return {node: palette[i % len(palette)] for i, node in enumerate(dict.fromkeys(m.node for m in moments))}
+
+
+def _describe(record: Record) -> tuple[str, str]:
+    payload = record.payload if isinstance(record.payload, dict) else {"": record.payload}
+    tag = payload.get("t", "")
+    parts = [f"{key}={_brief(value)}" for key, value in payload.items() if key != "t" and value not in (None, b"", [])]
+    details = " ".join(parts)
+    if len(details) > DETAIL_CHARS_MAX:
+        details = details[: DETAIL_CHARS_MAX - 1] + "…"
+    return f"{record.kind} {tag}".strip(), details.replace("[", "\\[")
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= 4 else f"{value[:4].hex()}…({len(value)} B)"
+    if isinstance(value, list):
+        return f"({', '.join(map(_brief, value[:3]))}{f', … {len(value)}' if len(value) > 3 else ''})"
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{k}={_brief(v)}" for k, v in value.items() if v not in (None, b"", [])) + "}"
+    return str(value)
