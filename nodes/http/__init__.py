@@ -1,0 +1,11 @@
+"""The OpenAI API over one `pdbus.bus.Client`: a process of its own, so that its load never delays a heartbeat.
+
+server.py    the process: an inherited listening socket, uvicorn, its end
+app.py       paths, health, models, info
+schema.py    what a client may ask: OpenAI's bodies in, one `Asked` out
+stream.py    one request at the node, answered as it comes or whole
+answer.py    a request's answer in OpenAI's words
+peers.py     /add_remote_prefill_eps and its kin
+metrics.py   /metrics
+errors.py    every error as OpenAI's error object
+"""

@@ -1,0 +1,128 @@
+"""The paths of the HTTP side, over one `Client` of one node. The gateway will serve the same app."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
+
+from .answer import Chat, Completion
+from .errors import JSON, on_bug, on_gone, on_http_error, on_pd_error
+from .metrics import CONTENT_TYPE, HttpMetrics, Measured
+from .peers import Info, PrefillEndpoints
+from .schema import parse_chat, parse_completion
+from .stream import Generate
+
+if TYPE_CHECKING:
+    from pdbus.bus.client import Client
+
+STATUS_S = 5.0  # for the node to say how it is; longer than its own probes of worker and mover
+
+
+class Node:
+    """What the node says of itself, and the routes that pass it on."""
+
+    def __init__(self, client: Client, metrics: HttpMetrics, http: str) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._http = http
+        self._model = ""  # a node's model never changes in its life, so it is asked once
+        self._created_s = int(time.time())
+
+    async def status(self) -> dict[str, Any]:
+        """Raises DeadlineExceeded or Broken when the node does not answer."""
+        try:
+            async with asyncio.timeout(STATUS_S):
+                return await self._client.status()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the node did not answer within {STATUS_S:.0f} s") from None
+
+    async def check_model(self, asked: str) -> str:
+        """The served model's id. Raises RequestError when another one is asked for."""
+        if not self._model:
+            self._model = str((await self.status()).get("model", ""))
+        if asked and asked != self._model:
+            problem = f"model: {asked!r:.200} is not served here, {self._model!r} is"
+            raise RequestError(problem, param="model", code="model_not_found", status=404)
+        return self._model
+
+    async def models(self, _: Request) -> Response:
+        status = await self.status()
+        model = {
+            "id": status.get("model", ""),
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "pdbus",
+            "max_model_len": status.get("max_model_len", 0),
+        }
+        return JSON({"object": "list", "data": [model]})
+
+    async def live(self, _: Request) -> Response:
+        """This process works; says nothing of the node behind it."""
+        return JSON({"status": "alive"})
+
+    async def ready(self, _: Request) -> Response:
+        """Whether a request would be served: the node's status is a round trip through its worker and mover."""
+        try:
+            status = await self.status()
+        except PdError as e:
+            status = {"not_ready": [str(e)]}
+        if status.get("ready"):
+            return JSON({"status": "ready", "name": status.get("name", "")})
+        return JSON({"status": "not ready", "reasons": status.get("not_ready") or ["the node is not ready"]}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        try:
+            numbers = (await self.status()).get("metrics", {})
+        except PdError:
+            numbers = None
+        return Response(self._metrics.text(numbers), media_type=CONTENT_TYPE)
+
+    async def info(self, _: Request) -> Response:
+        """What another node needs to call this one over the bus."""
+        status = await self.status()
+        if not status.get("name"):
+            raise Broken("the node does not know its name yet")
+        said = {key: str(status.get(key, "")) for key in ("name", "incarnation", "role", "address", "model")}
+        return JSON(Info(**said, http=self._http))
+
+
+def create_app(client: Client, *, http: str = "") -> Starlette:
+    """The app over an open `client`. `http` is this server's own address as others reach it (http://host:port)."""
+    metrics = HttpMetrics()
+    node = Node(client, metrics, http)
+    peers = PrefillEndpoints(client)
+    completions = Generate(client, node.check_model, metrics, parse_completion, Completion)
+    chat = Generate(client, node.check_model, metrics, parse_chat, Chat)
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", node.models),
+        Route("/health/live", node.live),
+        Route("/health/ready", node.ready),
+        Route("/metrics", node.metrics),
+        Route("/pd/info", node.info),
+        Route("/add_remote_prefill_eps", peers.add, methods=["POST"]),
+        Route("/add_remote_prefill_eps", peers.list),
+        Route("/remove_remote_prefill_eps", peers.remove, methods=["POST"]),
+        Route("/remote_prefill_eps", peers.list),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes))],
+        exception_handlers={
+            PdError: on_pd_error,
+            HTTPException: on_http_error,
+            ClientDisconnect: on_gone,
+            Exception: on_bug,
+        },
+    )

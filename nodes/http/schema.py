@@ -1,0 +1,261 @@
+"""What a client may ask: the bodies of /v1/completions and /v1/chat/completions, each turned into one `Asked`.
+
+Every field is declared; an unknown one is refused by name. Fields of OpenAI's that clients send but that this server
+does not act on are accepted with the value that changes nothing (`NEUTRAL`) and refused with any other. Beyond
+OpenAI, as elsewhere in the field: top_k, min_tokens, ignore_eos, stop_token_ids, return_token_ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdbus.bus import wire
+from pdbus.bus.errors import RequestError
+from pdbus.bus.messages import Sampling
+from pdbus.bus.wire import Declared
+
+UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
+SEED_OF_ZERO = 2**63 - 1  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+STOPS_MAX = 16  # each is looked for in every token's text
+STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
+STOP_IDS_MAX = 1024
+ROLES = ("system", "user", "assistant", "tool")
+
+# Inclusive, in the field's own unit.
+RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, UNTIL_FULL - 1),
+    "max_completion_tokens": (1, UNTIL_FULL - 1),
+    "min_tokens": (0, UNTIL_FULL - 1),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "seed": (0, SEED_OF_ZERO - 1),
+    "logprobs": (0, 20),
+    "top_logprobs": (0, 20),
+}
+
+# What leaves the answer as it is; null always does.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+}
+
+
+class StreamOptions(Declared, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class Common(Declared, forbid_unknown_fields=True):
+    """What both bodies share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+
+    user: str | None = None  # these say who asks and why, nothing about the answer
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
+class CompletionBody(Common, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ChatMessage(Declared, forbid_unknown_fields=True):
+    """The last four are what OpenAI's own client sends back, as null, with an assistant's earlier answer."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+
+
+class ChatBody(Common, forbid_unknown_fields=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: Any = None
+
+
+class Asked(Declared):
+    """One request as the node takes it, and how its answer is wanted."""
+
+    prompt: str | list[dict[str, Any]] | list[int]
+    model: str
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+def parse_completion(data: bytes) -> Asked:
+    """The body of /v1/completions. Raises RequestError naming the field at fault."""
+    body = wire.decode_json(data, CompletionBody)
+    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return _asked(body, _prompt(body.prompt), limit, body.logprobs)
+
+
+def parse_chat(data: bytes) -> Asked:
+    """The body of /v1/chat/completions. Raises RequestError naming the field at fault."""
+    body = wire.decode_json(data, ChatBody)
+    if not body.messages:
+        raise RequestError("messages: must hold at least one message", param="messages")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _asked(body, messages, UNTIL_FULL if limit is None else limit, _chat_logprobs(body))
+
+
+def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> Asked:
+    _check_ranges(body)
+    _check_neutral(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only allowed with stream true", param="stream_options")
+    return Asked(
+        prompt=prompt,
+        model=body.model or "",
+        sampling=_sampling(body, max_tokens, logprobs),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _check_ranges(body: Common) -> None:
+    for name, (low, high) in RANGES.items():
+        value = getattr(body, name, None)
+        if value is not None and not isinstance(value, bool) and not low <= value <= high:
+            raise RequestError(f"{name}: must be between {low} and {high}, got {value}", param=name)
+    if body.top_p == 0:
+        raise RequestError("top_p: must be over 0, else no token is left to choose", param="top_p")
+
+
+def _check_neutral(body: Common) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral:
+            only = " or ".join(wire.to_json(v).decode() for v in neutral)
+            raise RequestError(f"{name}: only {only} is supported", param=name, code="unsupported_value")
+
+
+def _sampling(body: Common, max_tokens: int, logprobs: int | None) -> Sampling:
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise RequestError(f"min_tokens: {min_tokens} is more than max_tokens, {max_tokens}", param="min_tokens")
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=SEED_OF_ZERO if body.seed == 0 else body.seed or 0,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(_token_ids(body.stop_token_ids or [], "stop_token_ids", STOP_IDS_MAX)),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > STOPS_MAX:
+        raise RequestError(f"stop: at most {STOPS_MAX} strings, got {len(stops)}", param="stop")
+    for text in stops:
+        if not 1 <= len(text) <= STOP_CHARS_MAX:
+            raise RequestError(f"stop: each must have 1 to {STOP_CHARS_MAX} characters, got {len(text)}", param="stop")
+    return stops
+
+
+def _token_ids(ids: list[Any], name: str, ids_max: int) -> list[int]:
+    """Ids that fit the wire; whether they are in the vocabulary only the node knows."""
+    if len(ids) > ids_max:
+        raise RequestError(f"{name}: at most {ids_max} ids, got {len(ids)}", param=name)
+    for i, token in enumerate(ids):
+        if not isinstance(token, int) or not 0 <= token < 2**32:
+            raise RequestError(f"{name}[{i}]: must be a token id, got {token!r:.40}", param=f"{name}[{i}]")
+    return ids
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
+    """OpenAI's four forms; those of several prompts only with one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0] if isinstance(prompt[0], str) else list(prompt[0])
+    if not prompt:
+        raise RequestError("prompt: must not be empty", param="prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt[0], int):
+        raise RequestError(f"prompt: only one prompt per request is supported, got {len(prompt)}", param="prompt")
+    return _token_ids(prompt, "prompt", wire.FRAME_BYTES_MAX // 4)
+
+
+def _message(message: ChatMessage, path: str) -> dict[str, Any]:
+    """What a chat template sees of one message: text only, parts joined by line breaks."""
+    if message.role not in ROLES:
+        got, roles = f"{message.role!r:.40}", ", ".join(ROLES)
+        raise RequestError(f"{path}.role: must be one of {roles}, got {got}", param=f"{path}.role")
+    if message.tool_calls:
+        raise RequestError(f"{path}.tool_calls: not supported", param=f"{path}.tool_calls", code="unsupported_value")
+    plain = {"role": message.role, "content": _content(message.content, f"{path}.content")}
+    extras = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return {**plain, **{key: value for key, value in extras.items() if value is not None}}
+
+
+def _content(content: str | list[dict[str, Any]] | None, path: str) -> str:
+    if content is None:
+        raise RequestError(f"{path}: required field is missing", param=path)
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: dict[str, Any], path: str) -> str:
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise RequestError(f'{path}.type: only "text" is supported, got {kind!r:.40}', param=f"{path}.type")
+    if not isinstance(text, str):
+        raise RequestError(f"{path}.text: expected a string", param=f"{path}.text")
+    return text
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("top_logprobs: only allowed with logprobs true", param="top_logprobs")
+    return None

@@ -1,0 +1,166 @@
+"""One request at the node, its answer streamed as server-sent events or sent whole.
+
+A refusal comes before the first token, so the status line waits for that token; what goes wrong later is an error
+event, and only a good end is followed by [DONE]. A client that leaves cancels its request at the node. A client that
+reads slowly is not buffered here: writing to it waits, its credit at the node runs out, and the node decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from pdbus.bus import wire
+from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.messages import Token
+
+from .answer import Answer
+from .errors import JSON, error_object, good_end
+from .metrics import HttpMetrics
+from .schema import Asked
+
+if TYPE_CHECKING:
+    from pdbus.bus.client import Client, Generation
+
+BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
+DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
+BODY_S = 60.0  # for a body to arrive
+CANCEL_S = 2.0  # for the node to answer a cancel; it cancels either way
+
+SSE_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # a proxy that buffers would undo the streaming
+    ],
+}
+DONE = b"data: [DONE]\n\n"
+
+CheckModel = Callable[[str], Awaitable[str]]
+
+
+class Generate:
+    """The ASGI endpoint of one of the two APIs."""
+
+    def __init__(
+        self,
+        client: Client,
+        check_model: CheckModel,
+        metrics: HttpMetrics,
+        parse: Callable[[bytes], Asked],
+        answer: type[Answer],
+    ) -> None:
+        self._client = client
+        self._check_model = check_model
+        self._metrics = metrics
+        self._parse = parse
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_s = time.monotonic()
+        asked = self._parse(await read_body(Request(scope, receive)))
+        model = await self._check_model(asked.model)
+        answer = self._answer(asked, model, int(time.time()))
+        await while_connected(receive, self._respond(asked, answer, started_s, scope, receive, send))
+
+    async def _respond(
+        self, asked: Asked, answer: Answer, started_s: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        running = self._client.generate(asked.prompt, model=asked.model, sampling=asked.sampling)
+        async with cancelled_unless_ended(running) as generation:
+            tokens = self._timed(aiter(generation), started_s)
+            if asked.stream:
+                await _send_stream(answer, generation, tokens, send)
+            else:
+                said = [token async for token in tokens]
+                await JSON(answer.whole(said, good_end(generation.finished)))(scope, receive, send)
+
+    async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
+        first = True
+        async for token in tokens:
+            if first:
+                self._metrics.first_token(time.monotonic() - started_s)
+                first = False
+            yield token
+
+
+async def _send_stream(answer: Answer, generation: Generation, tokens: AsyncIterator[Token], send: Send) -> None:
+    first = await anext(tokens, None)
+    if first is None:
+        good_end(generation.finished)
+    await send(SSE_START)
+    try:
+        if first is not None:
+            await _send_events(send, *answer.opening(first.request), answer.chunk(first))
+        async for token in tokens:
+            await _send_events(send, answer.chunk(token))
+        await _send_events(send, *answer.closing(good_end(generation.finished)), end=DONE)
+    except PdError as e:
+        await _send_events(send, error_object(e)[1])
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_events(send: Send, *events: dict[str, Any], end: bytes = b"") -> None:
+    body = b"".join(b"data: " + wire.to_json(event) + b"\n\n" for event in events)
+    await send({"type": "http.response.body", "body": body + end, "more_body": True})
+
+
+@asynccontextmanager
+async def cancelled_unless_ended(generation: Generation) -> AsyncIterator[Generation]:
+    """Leaving by anything but the node's own end or refusal cancels the request there."""
+    try:
+        yield generation
+    except PdError:
+        raise
+    except BaseException:
+        with suppress(PdError, TimeoutError):
+            async with asyncio.timeout(CANCEL_S):
+                await generation.cancel()
+        raise
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it when the client has gone. Call once the body has been read."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises RequestError when it is too large or too slow."""
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= BODY_BYTES_MAX:
+                    body += chunk
+                elif size > DISCARD_BYTES_MAX:
+                    break
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_S:.0f} s", code="timeout", status=408) from None
+    if size > BODY_BYTES_MAX:
+        problem = f"the body is larger than {BODY_BYTES_MAX} bytes ({BODY_BYTES_MAX >> 20} MiB)"
+        raise RequestError(problem, code="body_too_large", status=413)
+    return bytes(body)
