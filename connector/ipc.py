@@ -113,7 +113,7 @@ class ToMover(Declared, tag_field="t", tag=True):
 
 
 class PeerAdd(ToMover):
-    """A peer's agent, after its `agent` message. `peer` names (node, incarnation, epoch) in one string, never reused."""
+    """A peer's agent, after its `agent` message. `peer` names node, incarnation and epoch, and is never reused."""
 
     peer: str
     agent_name: str

@@ -1,0 +1,51 @@
+"""What the shell keeps of a request while it lives: its ids and text, which no machine sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdbus.nodes.text import StopChecker
+
+from pdbus.bus.messages import Sampling, Token, TokenLogprob
+from pdbus.bus.wire import pack_u32
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's prompt and growing answer, and where it goes."""
+
+    request: bytes
+    link: str
+    client_name: str
+    client_inc: bytes
+    client_id: str
+    prompt: Sequence[int]
+    sampling: Sampling
+    checker: StopChecker
+    tokens: list[int] = field(default_factory=list)
+    sent: int = 0
+    text: str = ""  # complete, not yet sent
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens not yet sent
+
+    def take(self, token: int, logprob: TokenLogprob | None) -> bool:
+        """Append one token. True when it ends the answer."""
+        self.tokens.append(token)
+        if logprob is not None and self.sampling.logprobs is not None:
+            self.logprobs.append(logprob)
+        text, reason = self.checker.add(token)
+        self.text += text
+        return reason is not None
+
+    def message(self) -> Token:
+        """Everything taken and not yet sent."""
+        message = Token(
+            client_id=self.client_id,
+            request=self.request,
+            index=self.sent,
+            tokens=pack_u32(self.tokens[self.sent :]),
+            text=self.text,
+            logprobs=tuple(self.logprobs),
+        )
+        self.sent, self.text, self.logprobs = len(self.tokens), "", []
+        return message

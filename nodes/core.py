@@ -1,0 +1,417 @@
+"""The node's decisions, all behind one door: `NodeCore.handle(event, now) -> effects`.
+
+It composes the machines (membership, both halves of the hand-off, requests, scheduler, block pool) and lets each
+hear what concerns it. Whatever happened, it ends by serving those who wait and by planning the next step, so that
+no event can leave work lying. The same events at the same times give the same effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pdbus.connector.fetch import Fetches
+
+from pdbus.bus import members as ms
+from pdbus.bus.membership import Membership
+from pdbus.bus.messages import (
+    LeaseReleased,
+    LeaseRenew,
+    LeaseRenewed,
+    PrefillAccepted,
+    PrefillCancel,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillProgress,
+    PrefillRequest,
+    StalePeer,
+    TransferDone,
+)
+from pdbus.bus.wire import Declared
+from pdbus.connector import handoff as ho
+from pdbus.connector.offer import Offers
+from pdbus.connector.pool import BlockPool
+
+from . import events as ev
+from .decode import Request, Requests, Source
+from .peers import Peers, peer_key
+from .prefill import Prefills
+from .scheduler import Limits, Scheduler
+
+READER_MESSAGES = (TransferDone, LeaseRenew, PrefillCancel)
+OWNER_MESSAGES = (
+    PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancelled, LeaseReleased, LeaseRenewed,
+    StalePeer,
+)  # fmt: skip
+ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
+DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
+
+
+class CoreConfig(Declared):
+    name: str
+    incarnation: bytes
+    decodes: bool
+    blocks: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    limits: Limits = Limits()
+    running_max: int = 64
+    waiting_max: int = 1024  # requests; one more is answered overloaded
+    skip_sampling: bool = False
+    handoff: ho.HandoffConfig = ho.HandoffConfig()
+
+
+class NodeCore:
+    """One node. Everything it may do is an effect; everything it knows came in by `handle`."""
+
+    def __init__(self, config: CoreConfig, membership: Membership) -> None:
+        self.config = config
+        self.epoch = 1
+        self.worker_up = False
+        self.mover_up = False
+        self.drain_until: int | None = None
+        self.pool = BlockPool(config.blocks, config.block_size)
+        self.scheduler = Scheduler(self.pool, config.limits)
+        self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
+        self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
+        self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
+        self.peers = Peers(membership, reads=config.decodes, block_bytes=config.block_bytes)
+        self.requests = Requests(
+            self.pool,
+            self.scheduler,
+            max_model_len=config.max_model_len,
+            running_max=config.running_max,
+            choose=self._choose,
+        )
+        self._seqs = 0
+        self._reads: dict[int, bytes] = {}  # reads in flight: whose they are
+        self._drained = False
+
+    # ------------------------------------------------------------ the door
+
+    def handle(self, event: ev.NodeEvent, now: int) -> list[ev.NodeEffect]:
+        out: list[ev.NodeEffect] = []
+        _HANDLERS[type(event)](self, event, now, out)
+        self._serve(now, out)
+        return out
+
+    def next_deadline(self) -> int | None:
+        """When to come back with a Tick at the latest."""
+        deadlines = (
+            self.peers.next_deadline(),
+            self.offers.next_deadline(),
+            self.fetches.next_deadline(),
+            self.requests.next_deadline(),
+            self.drain_until,
+        )
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def _serve(self, now: int, out: list[ev.NodeEffect]) -> None:
+        """After anything: admit who waits, plan a step if none is out, say what has become true."""
+        if self.peers.drain_asked and self.drain_until is None:
+            self._drain(ev.DrainAsked(), now, out)
+        for fetch in self.requests.admit(now):
+            self._fetch(fetch, now, out)
+        if self.worker_up and not self.scheduler.busy:
+            self._plan(out)
+        busy = frozenset((*self.requests.fetching_from(), *self.prefills.readers()))
+        for change in self.peers.busy_changes(busy):
+            self._membership(change, now, out)
+        if self.drain_until is not None and not self._drained and self._idle():
+            self._drained = True
+            out.append(ev.Drained())
+
+    def _plan(self, out: list[ev.NodeEffect]) -> None:
+        plan = self.scheduler.plan()
+        for sequence in plan.preempted:
+            self.requests.preempted(sequence)
+        if plan.rows:
+            out.append(ev.RunStep(step=self.scheduler.step, rows=tuple(plan.rows)))
+
+    def _idle(self) -> bool:
+        return len(self.requests) == 0 and self.offers.held() == 0 and not self._reads
+
+    # ------------------------------------------------------------ messages
+
+    def _message(self, event: ev.MessageCame, now: int, out: list[ev.NodeEffect]) -> None:
+        message, header = event.message, event.header
+        if not self._membership(ms.event_of(event.link, header, message), now, out):
+            return
+        if isinstance(message, PrefillRequest):
+            asked = ho.PrefillAsked(link=event.link, message=message, block_hashes=event.block_hashes)
+            out += self.prefills.handle(asked, now)
+        elif isinstance(message, READER_MESSAGES):
+            said = ho.ReaderSaid(
+                link=event.link, node=header.from_, incarnation=header.from_inc, to_inc=header.to_inc, message=message
+            )
+            out += self.prefills.handle(said, now)
+        elif isinstance(message, OWNER_MESSAGES):
+            heard = ho.OwnerSaid(link=event.link, node=header.from_, incarnation=header.from_inc, message=message)
+            self._fetch(heard, now, out)
+
+    def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
+        """Let membership hear it, and the halves of the hand-off its news. False: it was rejected."""
+        effects, news, accepted = self.peers.handle(event, now)
+        out += effects
+        for item in news:
+            if isinstance(item, ho.FetchEvent):
+                self._fetch(item, now, out)
+            else:
+                out += self.prefills.handle(item, now)
+        return accepted
+
+    # ------------------------------------------------------------ requests
+
+    def _generate(self, event: ev.GenerateAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        """Refused at once: what can never fit, what is one too many, and anything while draining."""
+        self._seqs += 1
+        request = self.requests.arrive(event, self._seqs, now)
+        refusal = self._refusal(request)
+        if refusal is not None:
+            code, problem = refusal
+            self._end(request, "error", now, out, code=code, problem=problem)
+            return
+        out.append(ev.OpenSequence(seq=request.seq, sampling=event.sampling, request=event.request))
+
+    def _refusal(self, r: Request) -> tuple[str, str] | None:
+        if self.drain_until is not None:
+            return "draining", f"node {self.config.name} is draining: ask another one"
+        if self.requests.waiting > self.config.waiting_max:
+            return "overloaded", f"{self.config.waiting_max} requests are waiting already"
+        most = min(r.prompt_tokens + r.sampling.max_tokens, self.config.max_model_len)
+        if -(-most // self.config.block_size) > self.config.blocks:
+            return "too_long", (
+                f"prompt and answer may take {most} tokens, more than the node's {self.config.blocks} KV blocks of "
+                f"{self.config.block_size} hold: ask for fewer tokens, or raise --kv-blocks"
+            )
+        return None
+
+    def _cancel(self, event: ev.CancelAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        request = self.requests.of_client(event.client)
+        if request is not None:
+            self._end(request, "cancelled", now, out)
+
+    def _client_gone(self, event: ev.ClientGone, now: int, out: list[ev.NodeEffect]) -> None:
+        for request in self.requests.of_link(event.link):
+            self._end(request, "cancelled", now, out)
+
+    def _credit(self, event: ev.CreditGiven, now: int, out: list[ev.NodeEffect]) -> None:
+        self.requests.acknowledged(event.client, event.index)
+
+    def _first_token_taken(self, event: ev.FirstTokenTaken, now: int, out: list[ev.NodeEffect]) -> None:
+        self._ended(self.requests.first_token_taken(event.request, event.stop, now), now, out)
+
+    def _end(
+        self, r: Request, reason: str, now: int, out: list[ev.NodeEffect], *, code: str = "", problem: str = ""
+    ) -> None:
+        self._ended(self.requests.end(r, reason, now, code=code, problem=problem), now, out)
+
+    def _ended(self, effects: list[ev.NodeEffect], now: int, out: list[ev.NodeEffect]) -> None:
+        """Pass on what became of a request; the hand-off hears of its end, wherever it stood."""
+        out += effects
+        for effect in effects:
+            if isinstance(effect, ev.EndRequest):
+                self._fetch(ho.FetchLeft(request=effect.request), now, out)
+
+    # ------------------------------------------------------------ fetching
+
+    def _choose(self, r: Request, now: int) -> Source | None:
+        """The prefill node for a request's next attempt, or None: computed here."""
+        if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
+            return None
+        return self.peers.next_source(
+            now, lambda p: p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
+        )
+
+    def _attempt_ns(self) -> int:
+        """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
+        h = self.config.handoff
+        return h.answer_ns + h.read_floor_ns + h.claim_ns * (1 + h.claim_repeats)
+
+    def _fetch(self, event: ho.FetchEvent, now: int, out: list[ev.NodeEffect]) -> None:
+        for effect in self.fetches.handle(event, now):
+            self._carry_out(effect, now, out)
+
+    def _carry_out(self, effect: ho.FetchEffect, now: int, out: list[ev.NodeEffect]) -> None:
+        match effect:
+            case ho.Ask() | ho.Say():
+                out.append(ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message))
+            case ho.PostRead():
+                self._reads[effect.read] = effect.request
+                self.requests.read_posted(effect.request, now)
+                peer = peer_key(effect.node, effect.incarnation, effect.epoch)
+                out.append(ev.StartRead(read=effect.read, peer=peer, source=effect.source, target=effect.target))
+            case ho.FirstTokenKnown():
+                request = self.requests.get(effect.request)
+                if request is not None:
+                    out.append(ev.TakeFirstToken(request=effect.request, seq=request.seq, payload=effect.payload))
+            case ho.PrefillFinished():
+                self.requests.prefill_finished(effect.request, now)
+            case ho.ReadsFinished():
+                self.requests.claimed(effect.request, now)
+            case ho.Fetched():
+                self.requests.fetched(effect.request, now)
+            case ho.AttemptFailed():
+                self._attempt_failed(effect, now, out)
+
+    def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
+        if failed.peer_suspect:
+            self.peers.avoid(failed.node, now)
+        self.requests.attempt_failed(failed)
+        data: dict[str, object] = {"attempt": failed.attempt, "node": failed.node, "cause": failed.cause}
+        out.append(ev.Publish(topic="request", event="attempt.failed", data={"request": failed.request.hex(), **data}))
+
+    # ------------------------------------------------------------ worker
+
+    def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
+        rows = {row.seq: row for row in event.rows}
+        for p in self.scheduler.end_step(event.step):
+            row = rows[p.seq]
+            if self.prefills.owns(p.seq):
+                out += self.prefills.progressed(p, row, now)
+            elif row.problem:
+                request = self.requests.of_seq(p.seq)
+                assert request is not None
+                self._end(request, "error", now, out, code="engine", problem=row.problem)
+            elif p.sampled:
+                self._ended(self.requests.sampled(p.seq, row.stop, now), now, out)
+        out += self.prefills.step_ended(now)
+
+    def _worker_came(self, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:
+        """A new worker knows no sequence: it is told of every request's."""
+        self.worker_up = True
+        out += [ev.OpenSequence(seq=r.seq, sampling=r.sampling, request=r.request) for r in self.requests.all()]
+
+    def _worker_lost(self, event: ev.WorkerLost, now: int, out: list[ev.NodeEffect]) -> None:
+        """Its step counts for nothing. Leases end before anything else; what ran here is computed again."""
+        self.worker_up = False
+        self.scheduler.abandon_step()
+        self._raise_epoch(now, out, pool_reset=True)
+        out += self.prefills.step_ended(now)
+        self.requests.worker_lost()
+        out.append(ev.RestartWorker())
+        if self.mover_up:
+            out.append(ev.RestartMover(epoch=self.epoch))
+
+    # ------------------------------------------------------------ mover
+
+    def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
+        if event.agent.epoch != self.epoch:  # of an epoch that ended meanwhile
+            out.append(ev.RestartMover(epoch=self.epoch))
+            return
+        self.mover_up = True
+        self._membership(ms.OwnAgentChanged(agent=event.agent), now, out)
+        out += self.peers.mover_up()
+        out.append(ev.AdvertiseLeases(leases=self.offers.held()))
+
+    def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
+        """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
+        self.mover_up = False
+        self.peers.mover_lost()
+        self._reads.clear()
+        if not event.asked:
+            self._raise_epoch(now, out, pool_reset=False)
+        self._fetch(ho.MoverReaped(), now, out)
+        out.append(ev.RestartMover(epoch=self.epoch))
+
+    def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
+        self.epoch += 1
+        out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
+        if pool_reset:
+            self.pool.reset()
+
+    def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
+        self.peers.added(event.peer, event.problem)
+
+    def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
+        request = self._reads.pop(event.read, None)
+        if request is not None:
+            self.requests.read_ended(request, event.bytes, event.transfer_ns, now)
+        if event.problem:
+            self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
+        else:
+            self._fetch(ho.ReadDone(read=event.read), now, out)
+
+    def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:
+        self._fetch(ho.ReadOverdue(read=event.read, problem=event.problem), now, out)
+
+    # ------------------------------------------------------------ links, time, the end
+
+    def _link_opened(self, event: ev.LinkOpened, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.LinkOpened(address=event.address, link=event.link), now, out)
+
+    def _link_failed(self, event: ev.LinkFailed, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.LinkFailed(address=event.address, problem=event.problem), now, out)
+
+    def _link_lost(self, event: ev.LinkLost, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.LinkLost(link=event.link), now, out)
+
+    def _join(self, event: ev.JoinAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.JoinAsked(address=event.address), now, out)
+
+    def _remove(self, event: ev.RemoveAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.RemoveAsked(target=event.target), now, out)
+
+    def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        """Nothing new is taken in; what is under way goes on, at most DRAIN_NS."""
+        if self.drain_until is not None:
+            return
+        self.drain_until = now + DRAIN_NS
+        self._membership(ms.DrainStarted(), now, out)
+        out += self.prefills.handle(ho.DrainBegan(), now)
+
+    def _leave(self, event: ev.LeaveAsked, now: int, out: list[ev.NodeEffect]) -> None:
+        """End now: every request and lease hears of it, and peers are told goodbye."""
+        self.drain_until = now
+        for request in self.requests.all():
+            self._end(request, "error", now, out, code="shutdown", problem=f"node {self.config.name} is shutting down")
+        out += self.prefills.handle(ho.ShutdownBegan(), now)
+        self._membership(ms.Leaving(reason="shutdown"), now, out)
+
+    def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(self._load(), now, out)
+        self._membership(ms.Tick(), now, out)
+        out += self.prefills.handle(ho.OfferTick(), now)
+        self._fetch(ho.FetchTick(), now, out)
+        for request in self.requests.overdue(now):
+            problem = f"not finished within its deadline (state: {request.state.value})"
+            self._end(request, "error", now, out, code="deadline", problem=problem)
+        if self.drain_until is not None and self.drain_until <= now and not self._drained:
+            self._leave(ev.LeaveAsked(), now, out)
+
+    def _load(self) -> ms.OwnLoadChanged:
+        return ms.OwnLoadChanged(
+            waiting_prefill_tokens=self.scheduler.waiting_tokens(),
+            running=len(self.requests) - self.requests.waiting,
+            free_blocks=self.pool.available(),
+        )
+
+
+_Handler = Callable[[NodeCore, Any, int, list[ev.NodeEffect]], None]
+
+_HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
+    ev.MessageCame: NodeCore._message,
+    ev.GenerateAsked: NodeCore._generate,
+    ev.CancelAsked: NodeCore._cancel,
+    ev.ClientGone: NodeCore._client_gone,
+    ev.CreditGiven: NodeCore._credit,
+    ev.FirstTokenTaken: NodeCore._first_token_taken,
+    ev.StepEnded: NodeCore._step_ended,
+    ev.WorkerUp: NodeCore._worker_came,
+    ev.WorkerLost: NodeCore._worker_lost,
+    ev.MoverUp: NodeCore._mover_came,
+    ev.MoverLost: NodeCore._mover_lost,
+    ev.PeerAddEnded: NodeCore._peer_added,
+    ev.ReadEnded: NodeCore._read_ended,
+    ev.ReadDoubtful: NodeCore._read_doubtful,
+    ev.LinkOpened: NodeCore._link_opened,
+    ev.LinkFailed: NodeCore._link_failed,
+    ev.LinkLost: NodeCore._link_lost,
+    ev.JoinAsked: NodeCore._join,
+    ev.RemoveAsked: NodeCore._remove,
+    ev.DrainAsked: NodeCore._drain,
+    ev.LeaveAsked: NodeCore._leave,
+    ev.Tick: NodeCore._tick,
+}

@@ -1,0 +1,336 @@
+"""The life of a client's request on the decode node: admission, where it is prefilled, retries, its one end.
+
+Theory of operation.
+
+    waiting   --blocks, and a prefill node to ask-->            fetching
+    waiting   --blocks, none to ask or nothing to transfer-->   running (its prompt is computed here)
+    fetching  --fetched-->                                      running
+    fetching  --attempt failed-->                               waiting (for other blocks, another node or none)
+    running   --preempted, worker lost-->                       waiting (computed again here, no second transfer)
+    any       --last token, cancel, deadline, problem-->        ended
+
+`waiting` is served strictly by age and only its head is looked at, so a step costs the same however long it is.
+The first token is taken once, from whichever attempt was first, and stays at the head of the answer: what is
+computed again is the prompt and every token taken so far.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdbus.bus.messages import Sampling
+from pdbus.bus.wire import Declared
+from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
+from pdbus.connector.pool import BlockPool
+
+from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect
+from .scheduler import Scheduler, Sequence, give_up_blocks
+from .timeline import Marks
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Source(Declared):
+    """A prefill node that can be asked now."""
+
+    node: str
+    incarnation: bytes
+    epoch: int
+    link: str
+
+
+@dataclass(slots=True)
+class Request:
+    request: bytes
+    link: str
+    client: str
+    prompt_tokens: int
+    prompt_digest: bytes
+    block_hashes: tuple[bytes, ...]
+    sampling: Sampling
+    order: int
+    seq: int
+    deadline_ns: int
+    credit: int
+    marks: Marks
+    state: State = State.WAITING
+    blocks: tuple[int, ...] = ()  # while fetching; a running one's are its sequence's
+    cached_tokens: int = 0
+    attempts: int = 0
+    tried: tuple[str, ...] = ()
+    local_only: bool = False  # for good: it has run here, or no attempt is left
+    generated: int = 0
+    acknowledged: int = 0
+    node: str = ""
+
+
+class Requests:
+    """All requests of the node that have not ended."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        *,
+        max_model_len: int,
+        running_max: int,
+        choose: Callable[[Request, int], Source | None],
+    ) -> None:
+        """`choose(request, now)` names the prefill node for its next attempt, or None for computing it here."""
+        self._pool = pool
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+        self._running_max = running_max
+        self._choose = choose
+        self._requests: dict[bytes, Request] = {}
+        self._waiting: list[Request] = []  # by age
+        self._fetching: dict[str, int] = {}  # how many fetch from that node
+        self._by_seq: dict[int, Request] = {}
+        self._by_client: dict[str, Request] = {}
+        self._orders = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def all(self) -> list[Request]:
+        return list(self._requests.values())
+
+    def get(self, request: bytes) -> Request | None:
+        return self._requests.get(request)
+
+    def of_client(self, client: str) -> Request | None:
+        return self._by_client.get(client)
+
+    def of_link(self, link: str) -> list[Request]:
+        return [r for r in self._requests.values() if r.link == link]
+
+    def of_seq(self, seq: int) -> Request | None:
+        return self._by_seq.get(seq)
+
+    def fetching_from(self) -> list[str]:
+        """The prefill nodes that any request fetches from."""
+        return list(self._fetching)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def next_deadline(self) -> int | None:
+        return min((r.deadline_ns for r in self._requests.values()), default=None)
+
+    def overdue(self, now: int) -> list[Request]:
+        return [r for r in self._requests.values() if r.deadline_ns <= now]
+
+    # ------------------------------------------------------------ in
+
+    def arrive(self, event: GenerateAsked, seq: int, now: int) -> Request:
+        self._orders += 1
+        r = Request(
+            request=event.request,
+            link=event.link,
+            client=event.client,
+            prompt_tokens=event.prompt_tokens,
+            prompt_digest=event.prompt_digest,
+            block_hashes=event.block_hashes,
+            sampling=event.sampling,
+            order=self._orders,
+            seq=seq,
+            deadline_ns=now + event.deadline_ns,
+            credit=event.credit,
+            marks=Marks(arrived=now),
+        )
+        self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
+        self._waiting.append(r)
+        return r
+
+    def admit(self, now: int) -> list[FetchAsked]:
+        """Serve the waiting, oldest first, while there are blocks. Returns the fetches to start."""
+        fetches: list[FetchAsked] = []
+        while self._waiting and len(self._requests) - len(self._waiting) < self._running_max:
+            r = self._waiting[0]
+            reservation = self._pool.reserve(r.prompt_tokens + r.generated, r.block_hashes, Holder.HELD)
+            if reservation is None:
+                break
+            del self._waiting[0]
+            r.blocks = reservation.blocks
+            cached = reservation.cached_tokens
+            if not r.marks.admitted:
+                r.marks.admitted, r.cached_tokens = now, cached
+            source = None if self._stays_local(r, cached) else self._choose(r, now)
+            if source is None:
+                self._run(r, cached)
+            else:
+                fetches.append(self._fetch(r, source, cached))
+        return fetches
+
+    def _stays_local(self, r: Request, cached: int) -> bool:
+        """Nothing to transfer: what is left of a warm prompt fits into one block."""
+        return r.local_only or (cached > 0 and r.prompt_tokens - cached <= self._pool.block_size)
+
+    def _fetch(self, r: Request, source: Source, have: int) -> FetchAsked:
+        self._enter(r, State.FETCHING, source.node)
+        r.attempts += 1
+        r.tried += (source.node,)
+        return FetchAsked(
+            request=r.request,
+            attempt=r.attempts,
+            node=source.node,
+            incarnation=source.incarnation,
+            epoch=source.epoch,
+            link=source.link,
+            prompt_tokens=r.prompt_tokens,
+            have=have,
+            prompt_digest=r.prompt_digest,
+            sampling=r.sampling,
+            blocks=r.blocks,
+            deadline_ns=r.deadline_ns,
+        )
+
+    def _run(self, r: Request, computed: int) -> None:
+        """Its sequence decodes from here on; whatever of prompt and tokens is not yet computed comes first."""
+        self._enter(r, State.RUNNING, r.node)
+        r.local_only = True
+        known = r.prompt_tokens + r.generated
+        self._scheduler.add(
+            Sequence(
+                seq=r.seq,
+                order=r.order,
+                prompt_tokens=r.prompt_tokens,
+                blocks=list(r.blocks),
+                block_hashes=r.block_hashes,
+                computed=min(computed, known - 1),
+                known=known,
+                growing=True,
+                sample_prompt=True,
+                reset=True,
+            )
+        )
+        r.blocks = ()
+
+    # ------------------------------------------------------------ the hand-off's word
+
+    def fetched(self, request: bytes, now: int) -> None:
+        """Valid: all of the prompt's KV is here. Without a first token its last position is computed again."""
+        r = self._requests[request]
+        r.marks.confirmed = now
+        self._run(r, r.prompt_tokens)
+
+    def attempt_failed(self, failed: AttemptFailed) -> None:
+        """Back to waiting, for other blocks: the old ones may still be written to by reads in flight."""
+        r = self._requests.get(failed.request)
+        if r is None or r.state is not State.FETCHING or r.attempts != failed.attempt:
+            return
+        self._pool.drop(r.blocks, Holder.HELD)
+        r.blocks = ()
+        r.marks.attempt_failed()
+        self._wait(r, "")
+
+    def prefill_finished(self, request: bytes, now: int) -> None:
+        self._requests[request].marks.prefill_done = now
+
+    def read_posted(self, request: bytes, now: int) -> None:
+        marks = self._requests[request].marks
+        marks.first_read = marks.first_read or now
+
+    def read_ended(self, request: bytes, size: int, transfer_ns: int, now: int) -> None:
+        r = self._requests.get(request)
+        if r is not None and r.state is State.FETCHING:
+            r.marks.read(now, size, transfer_ns)
+
+    def claimed(self, request: bytes, now: int) -> None:
+        self._requests[request].marks.claimed = now
+
+    def first_token_taken(self, request: bytes, stop: bool, now: int) -> list[NodeEffect]:
+        r = self._requests.get(request)
+        return [] if r is None else self._count(r, stop, now, own=False)
+
+    def acknowledged(self, client: str, index: int) -> None:
+        """The client has consumed its answer up to `index`."""
+        r = self._by_client.get(client)
+        if r is not None:
+            r.acknowledged = max(r.acknowledged, min(index, r.generated))
+
+    # ------------------------------------------------------------ the scheduler's word
+
+    def sampled(self, seq: int, stop: bool, now: int) -> list[NodeEffect]:
+        """A step sampled one more token of this sequence."""
+        r = self._by_seq.get(seq)
+        if r is None:
+            return []
+        return [EmitToken(request=r.request, seq=seq), *self._count(r, stop, now, own=True)]
+
+    def preempted(self, sequence: Sequence) -> None:
+        r = self._by_seq[sequence.seq]
+        self._wait(r, r.node)
+
+    def worker_lost(self) -> None:
+        """The sequences that ran are computed again; what is being fetched stays, for the KV outlives a worker."""
+        for r in self._requests.values():
+            sequence = self._scheduler.remove(r.seq)
+            if sequence is not None:
+                give_up_blocks(sequence, self._pool)
+                self._wait(r, r.node)
+
+    def _wait(self, r: Request, node: str) -> None:
+        self._enter(r, State.WAITING, node)
+        bisect.insort(self._waiting, r, key=lambda w: w.order)
+
+    def _enter(self, r: Request, state: State, node: str) -> None:
+        """Change state, keeping count of who fetches from where. `node` is who prefilled, '' for us."""
+        if r.state is State.FETCHING:
+            self._fetching[r.node] -= 1
+            if not self._fetching[r.node]:
+                del self._fetching[r.node]
+        r.state, r.node = state, node
+        if state is State.FETCHING:
+            self._fetching[node] = self._fetching.get(node, 0) + 1
+
+    def _count(self, r: Request, stop: bool, now: int, *, own: bool) -> list[NodeEffect]:
+        r.generated += 1
+        r.marks.token(now, own=own)
+        if stop:
+            return self.end(r, "stop", now)
+        if r.generated >= r.sampling.max_tokens or r.prompt_tokens + r.generated >= self._max_model_len:
+            return self.end(r, "length", now)
+        if r.generated - r.acknowledged > r.credit:
+            return self.end(
+                r, "error", now, code="slow_client",
+                problem=f"the client left {r.generated - r.acknowledged} tokens unread, more than its credit of {r.credit}",
+            )  # fmt: skip
+        return []
+
+    # ------------------------------------------------------------ out
+
+    def end(
+        self, r: Request, reason: str, now: int, *, code: str = "", problem: str = "", retry_after_ms: int = 0
+    ) -> list[NodeEffect]:
+        """The one end. The caller tells the hand-off (FetchLeft) of a request that was fetching."""
+        del self._requests[r.request], self._by_seq[r.seq], self._by_client[r.client]
+        if r.state is State.WAITING:
+            self._waiting.remove(r)
+        node = r.node
+        self._enter(r, State.ENDED, "")
+        sequence = self._scheduler.remove(r.seq)
+        self._pool.drop(sequence.blocks if sequence else r.blocks, Holder.HELD)
+        return [
+            EndRequest(
+                request=r.request,
+                seq=r.seq,
+                reason=reason,
+                prompt_tokens=r.prompt_tokens,
+                cached_tokens=r.cached_tokens,
+                completion_tokens=r.generated,
+                timeline=r.marks.timeline(now, node=node, attempts=r.attempts),
+                code=code,
+                problem=problem,
+                retry_after_ms=retry_after_ms,
+            )
+        ]

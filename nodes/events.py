@@ -1,0 +1,278 @@
+"""What a node's core hears and decides. Inputs carry lengths, hashes and opaque handles, never token values."""
+
+from __future__ import annotations
+
+from pdbus.bus.messages import Agent, Message, Sampling, Timeline, TryId
+from pdbus.bus.wire import Declared, Header
+from pdbus.connector.ipc import StepRow
+
+# ---------------------------------------------------------------- heard
+
+
+class NodeEvent(Declared, tag_field="t", tag=True):
+    pass
+
+
+class MessageCame(NodeEvent):
+    """Any message but generate. `block_hashes` for a prefill.request only: of its prompt's full blocks."""
+
+    link: str
+    header: Header
+    message: Message
+    block_hashes: tuple[bytes, ...] = ()
+
+
+class GenerateAsked(NodeEvent):
+    """A client's request, tokenized. The shell minted `request`; `stop` strings and ids stay with the shell."""
+
+    request: bytes
+    link: str
+    client: str  # the client's name and id in one string: what a cancel names
+    prompt_tokens: int
+    prompt_digest: bytes
+    block_hashes: tuple[bytes, ...]
+    sampling: Sampling
+    deadline_ns: int  # a duration
+    credit: int
+
+
+class CancelAsked(NodeEvent):
+    client: str
+
+
+class CreditGiven(NodeEvent):
+    client: str
+    index: int
+
+
+class ClientGone(NodeEvent):
+    """Nothing can be delivered on this link any more."""
+
+    link: str
+
+
+class FirstTokenTaken(NodeEvent):
+    """The shell has sent the first token to the client. `stop`: it ended the answer."""
+
+    request: bytes
+    stop: bool
+
+
+class StepRowEnded(Declared):
+    """`stop`: the sampled token ended the answer. `payload`: the sampled token, opaque, for a prefill's last chunk.
+    `problem`: the engine failed this sequence, or found wrong KV."""
+
+    seq: int
+    stop: bool = False
+    payload: bytes | None = None
+    problem: str = ""
+
+
+class StepEnded(NodeEvent):
+    step: int
+    rows: tuple[StepRowEnded, ...]
+    compute_ns: int
+
+
+class WorkerUp(NodeEvent):
+    pass
+
+
+class WorkerLost(NodeEvent):
+    """The worker's process has been reaped."""
+
+    problem: str
+
+
+class MoverUp(NodeEvent):
+    """The mover is ready; the shell built `agent` from what it reported, under the present epoch."""
+
+    agent: Agent
+
+
+class MoverLost(NodeEvent):
+    """The mover's process has been reaped: none of its reads writes any more. `asked`: by RestartMover."""
+
+    problem: str
+    asked: bool
+
+
+class PeerAddEnded(NodeEvent):
+    """The mover has loaded a peer's agent, or could not."""
+
+    peer: str
+    problem: str = ""
+
+
+class ReadEnded(NodeEvent):
+    read: int
+    problem: str = ""
+    bytes: int = 0
+    transfer_ns: int = 0
+
+
+class ReadDoubtful(NodeEvent):
+    read: int
+    problem: str
+
+
+class LinkOpened(NodeEvent):
+    address: str
+    link: str
+
+
+class LinkFailed(NodeEvent):
+    """The address cannot even be tried."""
+
+    address: str
+    problem: str
+
+
+class LinkLost(NodeEvent):
+    """The connection under a link that we opened was cut."""
+
+    link: str
+
+
+class JoinAsked(NodeEvent):
+    address: str
+
+
+class RemoveAsked(NodeEvent):
+    target: str
+
+
+class DrainAsked(NodeEvent):
+    pass
+
+
+class LeaveAsked(NodeEvent):
+    """End at once: a second signal, or the drain's time is up."""
+
+
+class Tick(NodeEvent):
+    pass
+
+
+# ---------------------------------------------------------------- decided
+
+
+class NodeEffect(Declared, tag_field="t", tag=True):
+    pass
+
+
+class Send(NodeEffect):
+    """Send on this link. For a prefill.request the shell adds the prompt's ids as a raw frame."""
+
+    link: str
+    to: str
+    to_inc: bytes
+    message: Message
+    cause: int = 0
+
+
+class OpenLink(NodeEffect):
+    """Open a link; answered by LinkOpened or LinkFailed."""
+
+    address: str
+
+
+class CloseLink(NodeEffect):
+    """`flush`: let what is queued leave first."""
+
+    link: str
+    flush: bool = False
+
+
+class OpenSequence(NodeEffect):
+    """Tell the worker of a sequence: the prompt of this try or of this request, and the tokens taken so far."""
+
+    seq: int
+    sampling: Sampling
+    try_: TryId | None = None
+    request: bytes = b""
+
+
+class CloseSequence(NodeEffect):
+    seq: int
+
+
+class RunStep(NodeEffect):
+    step: int
+    rows: tuple[StepRow, ...]
+
+
+class TakeFirstToken(NodeEffect):
+    """Decode the payload, append the token to the sequence, send it to the client, answer FirstTokenTaken."""
+
+    request: bytes
+    seq: int
+    payload: bytes
+
+
+class EmitToken(NodeEffect):
+    """Send the token that this sequence sampled in the step just ended to the request's client."""
+
+    request: bytes
+    seq: int
+
+
+class EndRequest(NodeEffect):
+    """The one end. `reason`: stop, length, cancelled, error; then `code` and `problem` say why."""
+
+    request: bytes
+    seq: int
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    timeline: Timeline
+    code: str = ""
+    problem: str = ""
+    retry_after_ms: int = 0
+
+
+class AddPeer(NodeEffect):
+    """Give a peer's agent to the mover. `peer` names node, incarnation and epoch."""
+
+    peer: str
+    agent: Agent
+    block_bytes: int
+
+
+class RemovePeer(NodeEffect):
+    peer: str
+
+
+class StartRead(NodeEffect):
+    read: int
+    peer: str
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+class AdvertiseLeases(NodeEffect):
+    leases: int
+
+
+class RestartMover(NodeEffect):
+    """End the mover, if one runs, as soon as its reads allow, and answer MoverLost; if none runs, start one whose
+    agent name carries `epoch`, and answer MoverUp."""
+
+    epoch: int
+
+
+class RestartWorker(NodeEffect):
+    """Start another worker in the place of the one that was reaped."""
+
+
+class Publish(NodeEffect):
+    """What may be lost: node, request and lease events."""
+
+    topic: str
+    event: str
+    data: dict[str, object]
+
+
+class Drained(NodeEffect):
+    """Nothing is left that anyone waits for: the node may exit."""

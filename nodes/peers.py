@@ -1,0 +1,150 @@
+"""Whom this node can ask: membership's decisions, and which peers' memory the mover can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdbus.bus import members as ms
+from pdbus.bus.compatibility import PREFILL_ROLES
+from pdbus.bus.membership import Membership
+from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderGone
+
+from . import events as ev
+from .decode import Source
+
+AVOID_NS = 5_000_000_000  # how long a node that failed an attempt comes last
+
+News = FetchEvent | OfferEvent
+
+
+class Peers:
+    """Membership, and beside it the state of each peer's agent in our mover."""
+
+    def __init__(self, membership: Membership, *, reads: bool, block_bytes: int) -> None:
+        """`reads`: this node decodes, and so reads from prefill nodes."""
+        self._membership = membership
+        self._reads = reads
+        self._block_bytes = block_bytes
+        self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
+        self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
+        self._avoided_until: dict[str, int] = {}
+        self._last = ""  # round robin: the name chosen last
+        self._busy: frozenset[str] = frozenset()
+        self.drain_asked = False
+
+    # ------------------------------------------------------------ membership
+
+    def handle(self, event: ms.MembershipEvent, now: int) -> tuple[list[ev.NodeEffect], list[News], bool]:
+        """Effects to carry out, news for the halves of the hand-off, and whether the event was accepted."""
+        effects: list[ev.NodeEffect] = []
+        news: list[News] = []
+        accepted = True
+        for effect in self._membership.handle(event, now):
+            accepted = accepted and not isinstance(effect, ms.Rejected)
+            self._translate(effect, effects, news)
+        return effects, news, accepted
+
+    def _translate(self, effect: ms.MembershipEffect, out: list[ev.NodeEffect], news: list[News]) -> None:
+        match effect:
+            case ms.OpenLink():
+                out.append(ev.OpenLink(address=effect.address))
+            case ms.CloseLink():
+                out.append(ev.CloseLink(link=effect.link, flush=effect.flush))
+            case ms.SendOn():
+                out.append(
+                    ev.Send(
+                        link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message, cause=effect.cause
+                    )
+                )
+            case ms.PeerUp():
+                out.append(_node_event("node.up", effect.peer))
+            case ms.PeerAgent():
+                self._agent(effect, out, news)
+            case ms.PeerDown():
+                self._down(effect, out, news)
+            case ms.DrainAsked():
+                self.drain_asked = True
+
+    def _agent(self, effect: ms.PeerAgent, out: list[ev.NodeEffect], news: list[News]) -> None:
+        peer, agent = effect.peer, effect.agent
+        news.append(OwnerEpoch(node=peer.name, incarnation=peer.incarnation, epoch=agent.epoch))
+        if not self._reads or peer.role not in PREFILL_ROLES:
+            return
+        key = peer_key(peer.name, peer.incarnation, agent.epoch)
+        self._forget(peer.name, peer.incarnation, out, but=key)
+        add = ev.AddPeer(peer=key, agent=agent, block_bytes=self._block_bytes)
+        if self._agents.get(key) != add:
+            self._agents[key] = add
+            out.append(add)
+
+    def _down(self, effect: ms.PeerDown, out: list[ev.NodeEffect], news: list[News]) -> None:
+        peer = effect.peer
+        news.append(OwnerGone(node=peer.name, incarnation=peer.incarnation, proven=effect.proven))
+        if effect.proven:
+            news.append(ReaderGone(node=peer.name, incarnation=peer.incarnation))
+            self._forget(peer.name, peer.incarnation, out)
+        out.append(_node_event("node.down", peer, reason=effect.reason, proven=effect.proven))
+
+    def _forget(self, name: str, incarnation: bytes, out: list[ev.NodeEffect], but: str = "") -> None:
+        """Tell the mover that agents of this life are over, but for one epoch's."""
+        life = peer_key(name, incarnation, "")
+        for key in [k for k in self._agents if k.startswith(life) and k != but]:
+            del self._agents[key]
+            self._ready.pop(key, None)
+            out.append(ev.RemovePeer(peer=key))
+
+    def next_deadline(self) -> int | None:
+        return self._membership.next_deadline()
+
+    def members(self) -> list[ms.Peer]:
+        return self._membership.members()
+
+    def busy_changes(self, busy: frozenset[str]) -> list[ms.BusyChanged]:
+        """What membership has to hear so that heartbeats go along the links in use."""
+        changed = sorted(busy ^ self._busy)
+        self._busy = busy
+        return [ms.BusyChanged(peer=name, busy=name in busy) for name in changed]
+
+    # ------------------------------------------------------------ the mover's side
+
+    def mover_lost(self) -> None:
+        self._ready.clear()
+
+    def mover_up(self) -> list[ev.NodeEffect]:
+        """A new mover knows nobody."""
+        return list(self._agents.values())
+
+    def added(self, peer: str, problem: str) -> None:
+        if peer in self._agents:
+            self._ready[peer] = problem
+
+    def problem(self, peer: ms.Peer) -> str:
+        """Why its memory cannot be read, '' when it can or need not."""
+        if not self._reads or peer.role not in PREFILL_ROLES:
+            return ""
+        return self._ready.get(peer_key(peer.name, peer.incarnation, peer.epoch), "its agent is not loaded yet")
+
+    # ------------------------------------------------------------ choosing
+
+    def avoid(self, name: str, now: int) -> None:
+        self._avoided_until[name] = now + AVOID_NS
+
+    def next_source(self, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
+        """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
+        found = [p for p in self._membership.prefill_peers() if not self.problem(p) and eligible(p)]
+        fresh = [p for p in found if self._avoided_until.get(p.name, 0) <= now]
+        candidates = sorted(fresh or found, key=lambda p: p.name)
+        if not candidates:
+            return None
+        chosen = next((p for p in candidates if p.name > self._last), candidates[0])
+        self._last = chosen.name
+        return Source(node=chosen.name, incarnation=chosen.incarnation, epoch=chosen.epoch, link=chosen.link)
+
+
+def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
+    """Node, incarnation and epoch in one string: what the mover calls a peer. Never reused."""
+    return f"{name}/{incarnation.hex()}/{epoch}"
+
+
+def _node_event(event: str, peer: ms.Peer, **data: object) -> ev.Publish:
+    return ev.Publish(topic="node", event=event, data={"node": peer.name, "role": peer.role, **data})

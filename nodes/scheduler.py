@@ -1,0 +1,201 @@
+"""Which tokens are computed in the next step. Pure: it knows sequences as lengths and blocks, never as token ids.
+
+Theory of operation. A sequence has `known` tokens (prompt, then sampled or forced ones) and `computed` tokens
+whose KV stands in its blocks; what lies between is work. A step takes one token of every sequence that has just
+one left (decode), then chunks of the others, oldest first, within one budget of tokens. The blocks a step writes
+are held IN_STEP until it has ended, so that whoever lets go of them meanwhile cannot free them under it.
+
+Growth takes one block at a time. When there is none, the youngest growing sequence gives up its blocks and is
+computed again later; the oldest is never preempted, so it always ends, and so does everything behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from pdbus.bus.wire import Declared, pack_u32
+from pdbus.connector.handoff import Holder
+from pdbus.connector.ipc import StepRow
+from pdbus.connector.pool import BlockPool
+
+
+class Limits(Declared):
+    max_batch_tokens: int = 512  # tokens a step computes at most
+    prefill_chunk: int = 256  # tokens of one prompt a step computes at most
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One prompt being prefilled or one answer being decoded. `order` is its age: lower is older."""
+
+    seq: int
+    order: int
+    prompt_tokens: int
+    blocks: list[int]
+    block_hashes: tuple[bytes, ...]
+    computed: int
+    known: int
+    growing: bool  # decodes, and so needs more blocks; a prefill for another node never does
+    sample_prompt: bool  # sample after the prompt's last position
+    sent_blocks: int = 0  # how much of `blocks` the worker's table has
+    reset: bool = False  # the worker's table is of blocks that were given up
+    published: int = 0  # full prompt blocks offered to the prefix cache
+
+    @property
+    def remaining(self) -> int:
+        return self.known - self.computed
+
+
+class Progress(Declared):
+    """What a step did for one sequence that is still there. `sampled`: one more token is known."""
+
+    seq: int
+    computed: int
+    prompt_done: bool
+    sampled: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    rows: list[StepRow] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Plans steps over the sequences it has been given. One step is out at a time."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._sequences: dict[int, Sequence] = {}
+        self._step = 0
+        self._rows: dict[int, StepRow] = {}
+        self._held: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is out, or of the last one."""
+        return self._step
+
+    def sequences(self) -> Iterable[Sequence]:
+        return self._sequences.values()
+
+    def get(self, seq: int) -> Sequence | None:
+        return self._sequences.get(seq)
+
+    def in_step(self, seq: int) -> bool:
+        return seq in self._rows
+
+    def waiting_tokens(self) -> int:
+        """Tokens of prompts still to be computed: the load that a new prompt would queue behind."""
+        return sum(s.remaining for s in self._sequences.values() if s.computed < s.prompt_tokens)
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.seq] = sequence
+
+    def remove(self, seq: int) -> Sequence | None:
+        """Forget a sequence. Its blocks stay with whoever holds them; those in the step stay held IN_STEP."""
+        return self._sequences.pop(seq, None)
+
+    def plan(self) -> Plan:
+        """The next step, or an empty plan. Must not be called while a step is out."""
+        plan = Plan()
+        budget = self._limits.max_batch_tokens
+        by_age = sorted(self._sequences.values(), key=lambda s: s.order)
+        for decoding in (True, False):
+            for s in by_age:
+                if budget <= 0:
+                    break
+                if s.remaining <= 0 or (s.remaining == 1) is not decoding or s.seq not in self._sequences:
+                    continue
+                count = min(s.remaining, self._limits.prefill_chunk, budget)
+                if not self._ensure_blocks(s, s.computed + count, plan):
+                    continue
+                plan.rows.append(self._row(s, count))
+                budget -= count
+        plan.rows = [r for r in plan.rows if r.seq in self._sequences]
+        if plan.rows:
+            self._begin(plan.rows)
+        return plan
+
+    def end_step(self, step: int) -> list[Progress]:
+        """The step is over: what it computed counts for the sequences that are still there."""
+        if step != self._step or not self._rows:
+            return []
+        rows, self._rows = self._rows, {}
+        self._pool.drop(self._held, Holder.IN_STEP)
+        self._held = []
+        return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
+
+    def abandon_step(self) -> None:
+        """The worker is gone and wrote its last: nothing of the step counts."""
+        if self._rows:
+            self._rows = {}
+            self._pool.drop(self._held, Holder.IN_STEP)
+            self._held = []
+
+    def _begin(self, rows: Seq[StepRow]) -> None:
+        self._step += 1
+        self._rows = {r.seq: r for r in rows}
+        size = self._pool.block_size
+        for r in rows:
+            blocks = self._sequences[r.seq].blocks
+            self._held += blocks[r.start // size : (r.start + r.count - 1) // size + 1]
+        self._pool.hold(self._held, Holder.IN_STEP)
+
+    def _row(self, s: Sequence, count: int) -> StepRow:
+        ends = s.computed + count == s.known
+        row = StepRow(
+            seq=s.seq,
+            start=s.computed,
+            count=count,
+            new_blocks=pack_u32(s.blocks[s.sent_blocks :]),
+            reset=s.reset,
+            sample=ends and (s.sample_prompt or s.known > s.prompt_tokens),
+        )
+        s.sent_blocks, s.reset = len(s.blocks), False
+        return row
+
+    def _advance(self, row: StepRow) -> Progress:
+        s = self._sequences[row.seq]
+        s.computed += row.count
+        s.known += row.sample
+        full = min(s.computed, s.prompt_tokens) // self._pool.block_size
+        for i in range(s.published, min(full, len(s.block_hashes))):
+            self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
+        s.published = max(s.published, full)
+        return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=row.sample)
+
+    def _ensure_blocks(self, s: Sequence, tokens: int, plan: Plan) -> bool:
+        size = self._pool.block_size
+        while len(s.blocks) * size < tokens:
+            taken = self._pool.take(1, Holder.HELD)
+            if taken is not None:
+                s.blocks += taken
+            elif not self._preempt_one_younger(s, plan):
+                return False
+        return True
+
+    def _preempt_one_younger(self, than: Sequence, plan: Plan) -> bool:
+        younger = [s for s in self._sequences.values() if s.growing and s.order > than.order and s.blocks]
+        if not younger:
+            return False
+        victim = max(younger, key=lambda s: s.order)
+        del self._sequences[victim.seq]
+        give_up_blocks(victim, self._pool)
+        plan.preempted.append(victim)
+        return True
+
+
+def give_up_blocks(s: Sequence, pool: BlockPool) -> None:
+    """Let go of a sequence's blocks: all its known tokens are computed again later, into others."""
+    pool.drop(s.blocks, Holder.HELD)
+    s.blocks = []
+    s.computed = s.sent_blocks = s.published = 0
+    s.reset = True
