@@ -154,7 +154,7 @@ class Endpoint:
         return key
 
     def close_link(self, link: str, *, linger_ms: int = 0) -> None:
-        """End a link that we opened; what is queued on it gets `linger_ms` to leave. An inbound one is only forgotten."""
+        """End a link that we opened; what is queued gets `linger_ms` to leave. An inbound one is only forgotten."""
         opened = self._links.pop(link, None)
         if opened is not None:
             _close(opened, linger_ms)

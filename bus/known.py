@@ -1,0 +1,127 @@
+"""One peer as it changes: its state, its links, its silence. Only Membership touches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .members import MembershipConfig, Peer, PeerState
+from .messages import Agent, Heartbeat, Hello
+
+UP, SUSPECT, DEAD, LEFT = PeerState.UP, PeerState.SUSPECT, PeerState.DEAD, PeerState.LEFT
+GREETING, REMOVING, REMOVED = PeerState.GREETING, PeerState.REMOVING, PeerState.REMOVED
+
+# What happens to a peer's state. Anything not listed changes nothing.
+PEERS: dict[tuple[PeerState, str], PeerState] = {
+    (GREETING, "greeted"): UP,
+    (UP, "greeted"): UP,
+    (SUSPECT, "greeted"): UP,
+    (DEAD, "greeted"): UP,
+    (LEFT, "greeted"): UP,
+    (UP, "cut"): SUSPECT,
+    (UP, "silent"): SUSPECT,
+    (SUSPECT, "heard"): UP,
+    (DEAD, "heard"): UP,  # only where the peer calls us: we cannot call it anew
+    (UP, "lost"): DEAD,  # silent for too long, or it answered stale_peer
+    (SUSPECT, "lost"): DEAD,
+    (REMOVING, "lost"): REMOVED,
+    (UP, "goodbye"): LEFT,
+    (SUSPECT, "goodbye"): LEFT,
+    (DEAD, "goodbye"): LEFT,
+    (REMOVING, "goodbye"): REMOVED,
+    (UP, "remove"): REMOVING,
+    (SUSPECT, "remove"): REMOVING,
+    (DEAD, "remove"): REMOVED,
+    (LEFT, "remove"): REMOVED,
+    (REMOVING, "idle"): REMOVED,
+    (REMOVED, "asked"): LEFT,
+}
+
+USABLE = (UP, SUSPECT)
+LIVE = (UP, SUSPECT, REMOVING)  # its silence matters
+CURRENT = (UP, SUSPECT, DEAD, REMOVING)  # what this incarnation says is acted on
+
+
+@dataclass(slots=True)
+class Known:
+    name: str
+    incarnation: bytes
+    hello: Hello
+    state: PeerState = GREETING
+    out: str = ""  # the link that we opened
+    inn: str = ""  # the latest one on which it said hello
+    reason: str = ""
+    epoch: int = 0
+    agents: dict[int, Agent] = field(default_factory=dict)  # of that epoch, by rank
+    load: Heartbeat | None = None
+    last_heard_ns: int = 0
+    draining: bool = False
+    busy: bool = False
+    use_until_ns: int = 0  # while not busy
+    use_since_ns: int = 0  # silence counts from here at the earliest
+    ping_ns: int = 0
+    remove_ns: int = 0
+
+    @property
+    def link(self) -> str:
+        return self.out or self.inn
+
+    def move(self, verb: str, reason: str = "") -> bool:
+        """False, and nothing changes, when the table has no such transition."""
+        after = PEERS.get((self.state, verb))
+        if after is None:
+            return False
+        self.state, self.reason = after, reason
+        return True
+
+    def raise_epoch(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self.agents.clear()
+
+    # ------------------------------------------------------------ silence
+
+    def in_use(self, now_ns: int) -> bool:
+        return self.busy or now_ns < self.use_until_ns
+
+    def use(self, now_ns: int) -> None:
+        """The link comes into use: silence before that was nobody's fault. Pings at once."""
+        if not self.in_use(now_ns):
+            self.use_since_ns = self.ping_ns = now_ns
+
+    def forgive(self, now_ns: int) -> None:
+        self.use_since_ns = now_ns
+
+    @property
+    def silent_since_ns(self) -> int:
+        return max(self.last_heard_ns, self.use_since_ns)
+
+    def deadline_ns(self, config: MembershipConfig) -> int | None:
+        """When a Tick has something to do here."""
+        if self.state not in LIVE:
+            return None
+        deadlines = [self.remove_ns] if self.state is REMOVING else []
+        if self.busy or self.ping_ns < self.use_until_ns:
+            limit = config.suspect_ns if self.state is UP else config.dead_ns
+            deadlines += [self.ping_ns, self.silent_since_ns + limit]
+        return min(deadlines, default=None)
+
+    # ------------------------------------------------------------ for others to see
+
+    def record(self) -> Peer:
+        return Peer(
+            name=self.name,
+            incarnation=self.incarnation,
+            role=self.hello.role,
+            address=self.hello.address,
+            http=self.hello.http,
+            link=self.link,
+            state=self.state,
+            reason=self.reason,
+            epoch=self.epoch,
+            agents=tuple(self.agents[rank] for rank in sorted(self.agents)),
+            hello=self.hello,
+            load=self.load,
+            last_heard_ns=self.last_heard_ns,
+            draining=self.draining,
+            busy=self.busy,
+        )
