@@ -82,7 +82,7 @@ class Common(Declared, forbid_unknown_fields=True):
     service_tier: str | None = None
 
 
-class CompletionBody(Common, forbid_unknown_fields=True):
+class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     best_of: int | None = None
@@ -103,7 +103,7 @@ class ChatMessage(Declared, forbid_unknown_fields=True):
     audio: None = None
 
 
-class ChatBody(Common, forbid_unknown_fields=True):
+class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

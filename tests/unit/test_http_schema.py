@@ -1,0 +1,184 @@
+"""What the HTTP side makes of a body: one request, or one message that names the field at fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdbus.bus.errors import RequestError
+from pdbus.bus.messages import Sampling
+from pdbus.nodes.http.schema import SEED_OF_ZERO, UNTIL_FULL, Asked, parse_chat, parse_completion
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> Asked:
+    return parse_completion(json.dumps({"prompt": "hi", **fields}).encode())
+
+
+def chat(**fields: Any) -> Asked:
+    return parse_chat(json.dumps({"messages": USER, **fields}).encode())
+
+
+def test_completion_defaults_are_openai_s() -> None:
+    asked = completion()
+    assert asked.prompt == "hi"
+    assert asked.sampling == Sampling(max_tokens=16, temperature=1.0)
+    assert not asked.stream and not asked.include_usage and not asked.return_token_ids
+
+
+def test_chat_without_a_limit_goes_on_until_the_context_is_full() -> None:
+    asked = chat()
+    assert asked.prompt == USER
+    assert asked.sampling == Sampling(max_tokens=UNTIL_FULL, temperature=1.0)
+
+
+def test_every_sampling_field_arrives() -> None:
+    asked = completion(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop=["a", "b"], stop_token_ids=[3],
+        ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+    assert asked.sampling == Sampling(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop=("a", "b"), stop_token_ids=(3,),
+        ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+
+
+def test_seed_zero_is_a_seed() -> None:
+    """In Sampling, 0 lets the node draw one; a client that sends 0 wants the same answer each time."""
+    assert completion(seed=0).sampling.seed == SEED_OF_ZERO
+    assert completion().sampling.seed == 0
+
+
+@pytest.mark.parametrize(("prompt", "taken"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])], ids=str)
+def test_prompt_takes_text_or_token_ids(prompt: Any, taken: Any) -> None:
+    assert completion(prompt=prompt).prompt == taken
+
+
+def test_max_completion_tokens_wins_over_its_older_name() -> None:
+    assert chat(max_tokens=3, max_completion_tokens=5).sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)],
+    ids=str,
+)
+def test_chat_logprobs(fields: dict[str, Any], wanted: int | None) -> None:
+    assert chat(**fields).sampling.logprobs == wanted
+
+
+def test_text_parts_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).prompt == [{"role": "user", "content": "a\nb"}]
+
+
+def test_an_earlier_answer_comes_back_with_openai_s_empty_fields() -> None:
+    earlier = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
+    assert chat(messages=[earlier]).prompt == [{"role": "assistant", "content": "x"}]
+
+
+def test_fields_that_change_nothing_are_accepted() -> None:
+    completion(
+        n=1, best_of=1, echo=False, suffix=None, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, user="u",
+        metadata={"a": "b"}, store=False, service_tier="auto",
+    )  # fmt: skip
+    chat(tools=[], tool_choice="none", response_format={"type": "text"})
+
+
+def test_null_is_the_same_as_absent() -> None:
+    fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "n")
+    assert completion(**dict.fromkeys(fields)) == completion()
+
+
+BAD_FIELDS = [
+    ({"max_tokens": 0}, "max_tokens", "must be between 1 and"),
+    ({"max_tokens": -1}, "max_tokens", "must be between 1 and"),
+    ({"max_tokens": "9"}, "max_tokens", "expected an integer, got a string"),
+    ({"max_tokens": 1.5}, "max_tokens", "expected an integer, got a number"),
+    ({"max_tokens": True}, "max_tokens", "expected an integer, got"),
+    ({"max_tokens": 10**30}, "max_tokens", "must be between 1 and"),
+    ({"min_tokens": 8, "max_tokens": 4}, "min_tokens", "more than max_tokens"),
+    ({"temperature": -0.1}, "temperature", "must be between 0 and 2"),
+    ({"temperature": float("nan")}, "temperature", "NaN and infinity"),
+    ({"temperature": float("inf")}, "temperature", "NaN and infinity"),
+    ({"temperature": [1]}, "temperature", "expected a number, got a list"),
+    ({"top_p": 0}, "top_p", "must be over 0"),
+    ({"top_p": 1.1}, "top_p", "must be between 0 and 1"),
+    ({"top_k": -1}, "top_k", "must be between 0 and"),
+    ({"seed": -1}, "seed", "must be between 0 and"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": [""]}, "stop", "1 to 1024 characters"),
+    ({"stop": 3}, "stop", "expected a string or a list"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "must be a token id"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+    ({"beam_width": 3}, "beam_width", "unknown field"),
+    ({"n": 2}, "n", "only 1 is supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
+    ({"logit_bias": {"1": 2}}, "logit_bias", "only {} is supported"),
+]
+BAD_COMPLETION = [
+    ({"prompt": ""}, "prompt", "must not be empty"),
+    ({"prompt": []}, "prompt", "must not be empty"),
+    ({"prompt": [[]]}, "prompt", "must not be empty"),
+    ({"prompt": None}, "prompt", "expected a string or a list, got null"),
+    ({"prompt": ["a", "b"]}, "prompt", "only one prompt per request"),
+    ({"prompt": [1, -2]}, "prompt[1]", "must be a token id"),
+    ({"prompt": [1, "a"]}, "prompt[1]", "must be a token id"),
+    ({"prompt": [2**32]}, "prompt[0]", "must be a token id"),
+    ({"prompt": [1.5]}, "prompt[0]", "got a number"),
+    ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
+    ({"best_of": 2}, "best_of", "only 1 is supported"),
+    ({"echo": True}, "echo", "only false is supported"),
+    ({"suffix": "x"}, "suffix", 'only "" is supported'),
+]
+BAD_CHAT = [
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", "expected a list, got a string"),
+    ({"messages": [1]}, "messages[0]", "expected an object, got an integer"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "required field is missing"),
+    ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role", "must be one of system, user"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "required field is missing"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "expected a string or a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "only"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "a string"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown field"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "must be between 1 and"),
+    ({"logprobs": 3}, "logprobs", "expected true or false"),
+    ({"top_logprobs": 3}, "top_logprobs", "only allowed with logprobs true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),
+    ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", 'only {"type":"text"} is supported'),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "param", "problem"),
+    [(completion, *bad) for bad in BAD_FIELDS + BAD_COMPLETION] + [(chat, *bad) for bad in BAD_FIELDS + BAD_CHAT],
+)
+def test_bad_fields_are_named(parse: Callable[..., Asked], fields: dict[str, Any], param: str, problem: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse(**fields)
+    assert raised.value.param == param
+    assert str(raised.value).startswith(f"{param}: ")
+    assert problem in str(raised.value)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b'{"prompt":"\xff"}', b'{"prompt":"a"} x', b'{"logit_bias":{"":' + b"[" * 100_000]
+)
+def test_what_is_no_json_is_said(body: bytes) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse_completion(body)
+    assert raised.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"x"'])
+def test_the_body_must_be_an_object(body: bytes) -> None:
+    with pytest.raises(RequestError, match="the body: expected an object"):
+        parse_chat(body)
