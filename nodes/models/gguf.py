@@ -152,7 +152,7 @@ def _write_tensors(
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(packed)) + packed)
         for name, tensor in tensors.items():
-            out.write(np.ascontiguousarray(_float32(name, tensor, config), dtype="<f4"))
+            out.write(np.ascontiguousarray(_float32(name, tensor, config), dtype="<f4").data)
             progress(header[name]["data_offsets"][1] / end)
 
 

@@ -1,0 +1,246 @@
+"""The engine that computes with PyTorch: Llama family, paged KV cache, continuous batching, chunked prefill."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdbus.bus.errors import Broken, ConfigError, LocalProtocolError
+from pdbus.bus.messages import Geometry, Sampling
+from pdbus.bus.wire import unpack_u32
+from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
+from pdbus.nodes.models.config import ModelConfig, resolve_model
+from pdbus.nodes.models.llama import Llama, Weights
+from pdbus.nodes.models.loader import load_weights
+
+from .attention import KVCache, Span, make_plan, pack_order
+from .invariant import ROWS, measure_tiles
+from .sampling import Draw, Drawn, sample
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a CPU must have for a type to be worth it; without, PyTorch emulates it (bfloat16 was 24 times slower).
+CPU_NEEDS = {"bfloat16": "avx512_bf16", "float16": "amx_fp16"}
+WARM_UP_TOKENS = 32
+
+
+@dataclass
+class _Sequence:
+    """Known token ids, the first `prompt` of them given, and the block table."""
+
+    tokens: array[int]
+    prompt: int
+    sampling: Sampling
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+
+
+class TorchEngine:
+    """An Engine over one model and one KV slab.
+
+    Its threads are `args.threads`, but one under `--deterministic`: where a matrix or vector is split between threads
+    depends on its size, and with it a row's bits.
+    """
+
+    def __init__(self, args: WorkerArgs, memory: Tensor | memoryview) -> None:
+        """`memory` is the slab: bytes of host memory, or a tensor on `args.device`, at least blocks * block_bytes.
+
+        Raises ConfigError naming the setting at fault, `--model` for damaged or foreign checkpoints.
+        """
+        torch.set_num_threads(1 if args.deterministic else args.threads)
+        self._device, dtype = check_device(args)
+        model = resolve_model(args.model)
+        self._config = model.config
+        self._max_positions = _check_lengths(args, model.config)
+        _check_geometry(args.geometry, model.config, args.dtype)
+        self._geometry = args.geometry
+        with torch.inference_mode():
+            self._cache = KVCache(_as_tensor(memory, args, self._device, dtype), args.geometry)
+            weights = load_weights(model.folder, model.config, dtype, str(self._device))
+            self._llama = self._build(weights, args.deterministic)
+        self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
+        self._sequences: dict[int, _Sequence] = {}
+        self._finite_checked = False
+        self.vocab_size = model.config.vocab
+
+    def _build(self, weights: Weights, deterministic: bool) -> Llama:
+        if not deterministic:
+            return Llama(self._config, weights, self._max_positions)
+        linear = measure_tiles(weights.matrices(self._config))
+        return Llama(self._config, weights, self._max_positions, linear)
+
+    def open(self, seq: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """A new sequence. Raises LocalProtocolError for a number in use or a token outside the vocabulary."""
+        if seq in self._sequences:
+            raise LocalProtocolError(f"sequence {seq} is already open")
+        self._check_tokens(prompt)
+        self._sequences[seq] = _Sequence(array("q", prompt), len(prompt), sampling)
+
+    def force(self, seq: int, tokens: Sequence[int]) -> None:
+        """Append tokens that were decided elsewhere; they count as sampled."""
+        self._check_tokens(tokens)
+        self._sequence(seq).tokens.extend(tokens)
+
+    def close(self, seq: int) -> None:
+        """Forget a sequence; one that is not open is no error."""
+        self._sequences.pop(seq, None)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[StepRow]) -> list[RowResult]:
+        """Compute all rows in one pass. A row that is refused (LocalProtocolError) leaves every sequence as it was."""
+        if not rows:
+            return []
+        spans = self._spans(rows)
+        order = pack_order(spans)
+        drawn = iter(self._sampled([rows[i] for i in order], [spans[i] for i in order]))
+        results: dict[int, RowResult] = {}
+        for i in order:
+            result = next(drawn) if spans[i].sample else Drawn(-1, None)
+            results[i] = RowResult(seq=rows[i].seq, token=result.token, logprob=result.logprob)
+        return [results[i] for i in range(len(rows))]
+
+    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[Drawn]:
+        """Run the model over the packed spans, then draw and append a token for each that samples, in packed order."""
+        sequences = [self._sequences[row.seq] for row in rows]
+        logits = self._forward(sequences, spans, self._cache)
+        sampling = [s for s, span in zip(sequences, spans, strict=True) if span.sample]
+        if logits is None or not sampling:
+            return []
+        logits = logits[: len(sampling)]
+        self._check_finite(logits)
+        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt) for s in sampling]
+        drawn = sample(logits, draws, self._config.eos_ids)
+        for sequence, result in zip(sampling, drawn, strict=True):
+            sequence.tokens.append(result.token)
+        return drawn
+
+    def _forward(self, sequences: Sequence[_Sequence], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
+        pad_to = ROWS if self._deterministic else 1
+        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=pad_to)
+        padding = np.zeros(-plan.rows % pad_to, dtype=np.int64)
+        tokens = [
+            np.frombuffer(s.tokens[p.start : p.end], dtype=np.int64) for s, p in zip(sequences, spans, strict=True)
+        ]
+        positions = [np.arange(span.start, span.end) for span in spans]
+        return self._llama.forward(
+            torch.from_numpy(np.concatenate([*tokens, padding])).to(self._device),
+            torch.from_numpy(np.concatenate([*positions, padding])).to(self._device),
+            plan,
+            cache,
+        )
+
+    def _spans(self, rows: Sequence[StepRow]) -> list[Span]:
+        """Check every row first; then apply the changes of the block tables."""
+        tables = [self._table(row) for row in rows]
+        for row, table in zip(rows, tables, strict=True):
+            self._check_row(row, table)
+        if len({row.seq for row in rows}) != len(rows):
+            raise LocalProtocolError("a step names a sequence twice")
+        for row, table in zip(rows, tables, strict=True):
+            self._sequences[row.seq].blocks = table
+        sample = not self._skip_sampling
+        return [
+            Span(row.start, row.count, np.frombuffer(table, dtype=np.int64), row.sample and sample)
+            for row, table in zip(rows, tables, strict=True)
+        ]
+
+    def _table(self, row: StepRow) -> array[int]:
+        known = self._sequence(row.seq).blocks
+        new = unpack_u32(row.new_blocks)
+        return array("q", new) if row.reset else known + array("q", new)
+
+    def _check_row(self, row: StepRow, table: array[int]) -> None:
+        known, end = len(self._sequences[row.seq].tokens), row.start + row.count
+        if row.start < 0 or row.count < 1 or end > known:
+            raise LocalProtocolError(f"positions {row.start} to {end} of sequence {row.seq}, which has {known} tokens")
+        if row.sample and end != known:
+            raise LocalProtocolError(f"sequence {row.seq} would sample at {end}, but has {known} tokens")
+        if end > self._max_positions:
+            raise LocalProtocolError(f"position {end - 1} of sequence {row.seq} is beyond {self._max_positions} tokens")
+        if end > len(table) * self._geometry.block_size:
+            raise LocalProtocolError(f"{len(table)} blocks of sequence {row.seq} do not hold {end} tokens")
+        if max(table) >= self._cache.blocks:
+            raise LocalProtocolError(f"block {max(table)} of sequence {row.seq}: the slab has {self._cache.blocks}")
+
+    def _sequence(self, seq: int) -> _Sequence:
+        try:
+            return self._sequences[seq]
+        except KeyError:
+            raise LocalProtocolError(f"sequence {seq} is not open") from None
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise LocalProtocolError(f"a token id is outside 0 to {self.vocab_size - 1}")
+
+    def _check_finite(self, logits: Tensor) -> None:
+        """Once: damaged weights show in the first logits."""
+        if not self._finite_checked and not bool(torch.isfinite(logits).all()):
+            raise Broken("the model's logits are not finite numbers: its weights are damaged (NaN or infinity)")
+        self._finite_checked = True
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One prefill and one decode step on memory of their own: every weight is touched, the logits checked."""
+        count = min(WARM_UP_TOKENS, self._max_positions - 1)
+        blocks = -(-(count + 1) // self._geometry.block_size)
+        elements = blocks * self._geometry.block_bytes // self._llama.weights.embed.element_size()
+        cache = KVCache(self._llama.weights.embed.new_zeros(elements), self._geometry)
+        sequence = _Sequence(array("q", [i % self.vocab_size for i in range(count + 1)]), count, Sampling())
+        for start, end in ((0, count), (count, count + 1)):
+            span = Span(start, end - start, np.arange(blocks, dtype=np.int64), sample=True)
+            logits = self._forward([sequence], [span], cache)
+            assert logits is not None
+            self._check_finite(logits)
+
+
+def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
+    """The device and type to compute with. Raises ConfigError naming `--device`, `--dtype` or `--deterministic`."""
+    if args.dtype not in DTYPES:
+        raise ConfigError("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
+    kind = args.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError("--device", f"{args.device!r} is not supported; use cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", "no CUDA device is available to this PyTorch")
+    if args.deterministic and (kind, args.dtype) != ("cpu", "float32"):
+        raise ConfigError("--deterministic", "needs --device cpu and --dtype float32")
+    if kind == "cpu" and not _cpu_has(CPU_NEEDS.get(args.dtype)):
+        raise ConfigError("--dtype", f"this processor computes no {args.dtype}; use float32")
+    return torch.device(args.device), DTYPES[args.dtype]
+
+
+def _cpu_has(feature: str | None) -> bool:
+    if feature is None:
+        return True
+    ask = getattr(torch.cpu, "get_capabilities", None)  # older PyTorch cannot tell
+    return ask is not None and bool(ask().get(feature))
+
+
+def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
+    if args.max_model_len > config.max_positions:
+        raise ConfigError(
+            "--max-model-len", f"{args.max_model_len} tokens, but the model was made for {config.max_positions}"
+        )
+    return args.max_model_len or config.max_positions
+
+
+def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str) -> None:
+    found = (geometry.layout, geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
+    wanted = ("native", config.layers, config.kv_heads, config.head_dim, 2, dtype)
+    if found != wanted:
+        raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
+
+
+def _as_tensor(memory: Tensor | memoryview, args: WorkerArgs, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The slab as a one-dimensional tensor of whole blocks, without a copy."""
+    tensor = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=torch.uint8)
+    if tensor.device.type != device.type:
+        raise ConfigError("--device", f"the KV slab lies on {tensor.device.type}: {device.type} needs one of its own")
+    used = args.blocks * args.geometry.block_bytes
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if len(flat) < used:
+        raise LocalProtocolError(f"the KV slab has {len(flat)} bytes, {args.blocks} blocks need {used}")
+    return flat[:used].view(dtype)
