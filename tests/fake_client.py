@@ -48,10 +48,10 @@ Step = Token | Finished | Exception | asyncio.Event  # an event is waited for
 class FakeGeneration:
     """Yields the script's tokens; a Finished ends it, an exception is raised."""
 
-    def __init__(self, script: Sequence[Step]) -> None:
+    def __init__(self, script: Sequence[Step], waiting: asyncio.Event) -> None:
         self._script = script
+        self._waiting = waiting
         self.finished: Finished | None = None
-        self.reached = asyncio.Event()  # set when the script waits
         self.cancelled = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
@@ -62,7 +62,7 @@ class FakeGeneration:
                 self.finished = step
                 return
             if isinstance(step, asyncio.Event):
-                self.reached.set()
+                self._waiting.set()
                 await step.wait()
             else:
                 yield step
@@ -79,6 +79,7 @@ class FakeClient:
         self.says: dict[str, Any] | Exception = dict(STATUS)
         self.asked: list[tuple[Any, Sampling]] = []
         self.generations: list[FakeGeneration] = []
+        self.waiting = asyncio.Event()  # set when a script has come to an event
         self.connected: list[str] = []
         self.disconnected: list[str] = []
 
@@ -86,7 +87,7 @@ class FakeClient:
         self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000
     ) -> FakeGeneration:
         self.asked.append((prompt, sampling))
-        self.generations.append(FakeGeneration(self.script))
+        self.generations.append(FakeGeneration(self.script, self.waiting))
         return self.generations[-1]
 
     async def status(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ Each endpoint is asked for GET /pd/info; the bus address in it is what the node 
 from __future__ import annotations
 
 import asyncio
-import urllib.error
-import urllib.request
+import re
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 
 INFO_S = 5.0  # for an endpoint to answer /pd/info
 INFO_BYTES_MAX = 64 << 10  # a stranger may answer anything
-ENDPOINTS_MAX = 64  # each holds a thread while it is asked
-
-NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # peers are asked directly, never via a proxy
+ENDPOINTS_MAX = 256  # all are asked at once
+CONTROL = re.compile(r"[\s\x00-\x1f\x7f]")  # would end the request line
 
 
 class EndpointsBody(Declared, forbid_unknown_fields=True):
@@ -120,25 +120,56 @@ def _only(outcomes: Any) -> Outcome:
 
 async def fetch_info(endpoint: str) -> Info:
     """GET {endpoint}/pd/info. Raises RequestError saying why `endpoint` is no node of ours."""
+    url = _split(endpoint)
     try:
-        data = await asyncio.wait_for(asyncio.to_thread(_get, f"{endpoint}/pd/info"), INFO_S + 1)
-        info = wire.decode_json(data, Info)
-    except RequestError as e:
-        raise RequestError(f"is no pdbus node: its /pd/info does not fit: {e}") from None
-    except urllib.error.HTTPError as e:
-        raise RequestError(f"is no pdbus node: GET /pd/info answered {e.code}") from None
-    except ValueError as e:
-        raise RequestError(f"must be like http://host:port: {e}") from None
-    except (OSError, TimeoutError) as e:
-        raise RequestError(f"cannot be reached: {getattr(e, 'reason', None) or e or 'timed out'}") from None
+        async with asyncio.timeout(INFO_S):
+            answer = await _get(url)
+    except TimeoutError:
+        raise RequestError(f"did not answer within {INFO_S:.0f} s") from None
+    except OSError as e:
+        raise RequestError(f"cannot be reached: {e.strerror or e}") from None
+    info = _info(answer)
     if not info.address:
         raise RequestError("has no bus address that others can call")
     return info
 
 
-def _get(url: str) -> bytes:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("it has no scheme")
-    with NO_PROXY.open(url, timeout=INFO_S) as answer:
-        data: bytes = answer.read(INFO_BYTES_MAX)
-        return data
+def _split(endpoint: str) -> SplitResult:
+    try:
+        url = urlsplit(endpoint)
+        if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not CONTROL.search(endpoint):
+            return url
+    except ValueError:
+        pass
+    raise RequestError("must be like http://host:port")
+
+
+async def _get(url: SplitResult) -> bytes:
+    """The whole answer as it came. HTTP/1.0, so that it ends with the connection and is never in chunks."""
+    secure = url.scheme == "https"
+    port = url.port or (443 if secure else 80)
+    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure or None)
+    with closing(writer), suppress(ConnectionError):  # a stranger that hangs up has answered too
+        writer.write(f"GET {url.path}/pd/info HTTP/1.0\r\nHost: {url.netloc}\r\n\r\n".encode())
+        return await _read_to_end(reader)
+    return b""
+
+
+async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    answer = bytearray()
+    while len(answer) < INFO_BYTES_MAX and (data := await reader.read(INFO_BYTES_MAX)):
+        answer += data
+    return bytes(answer)
+
+
+def _info(answer: bytes) -> Info:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    version, _, status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")
+    if not version.startswith("HTTP/"):
+        raise RequestError("is no pdbus node: it does not speak HTTP there")
+    if not status.startswith("200"):
+        raise RequestError(f"is no pdbus node: GET /pd/info answered {status[:80]}")
+    try:
+        return wire.decode_json(body, Info)
+    except RequestError as e:
+        raise RequestError(f"is no pdbus node: its /pd/info does not fit: {e}") from None
