@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -311,6 +312,17 @@ def test_a_setting_that_cannot_work_is_named(changes: dict[str, object], setting
     with pytest.raises(ConfigError) as e:
         CodedEngine(WorkerArgs(geometry=geometry, **{**args, **changes}), node.memory)
     assert e.value.setting == setting
+
+
+def test_a_step_takes_at_least_the_time_that_was_set() -> None:
+    """The step's own time covers the token that a sampled row always computes; every other one is prefill."""
+    node = Node(coded_geometry(4), coded_step_us=3_000, coded_token_us=1_000)
+    began = time.monotonic_ns()
+    node.prefill(PROMPT[:5])
+    prefilled = time.monotonic_ns()
+    node.decode(5, 1)
+    assert prefilled - began >= 7_000_000
+    assert time.monotonic_ns() - prefilled >= 3_000_000
 
 
 def test_warm_up_leaves_nothing_behind(node: Node) -> None:
