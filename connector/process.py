@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdbus.bus import wire
 from pdbus.bus.errors import Broken
@@ -74,17 +74,20 @@ async def spawn(
     on_exit: Callable[[Exit], None],
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start `python -P -m module '<args as JSON>'` in its own session: a terminal's Ctrl-C reaches control alone.
 
     `on_exit` is called once, in the event loop. Its stdout goes to our stderr: libraries print there.
-    `environment` is set over ours and over the defaults of `child_environment`. Raises Broken when it cannot start.
+    `environment` is set over ours and over the defaults of `child_environment`; it inherits the files in `pass_fds` under
+    their numbers. Raises Broken when it cannot start.
     """
     env = {**child_environment(threads), **(environment or {})}
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", module, wire.to_json(args).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=sys.__stderr__, env=env, start_new_session=True,
+            pass_fds=pass_fds,
         )  # fmt: skip
     except OSError as e:
         raise Broken(f"cannot start {module}: {e.strerror}") from None

@@ -3,7 +3,11 @@
 The parent binds and listens (`listen`), so that a taken port is the parent's error, and passes the socket on (the
 child's pass_fds). Connections wait in the socket's backlog until uvicorn accepts them, also while a successor is
 started after a crash: readiness needs no message. The process ends with its parent, or on SIGTERM within about
-`GRACE_S`; SIGINT is not for it (a terminal's Ctrl-C starts a drain, which needs HTTP).
+`GRACE_S`.
+
+    sock = listen(host, port)
+    args = HttpArgs(bus=address, fd=sock.fileno(), url=url, parent=os.getpid())
+    child = await spawn(MODULE, args, on_exit=on_exit, pass_fds=(sock.fileno(),))
 """
 
 from __future__ import annotations
@@ -102,7 +106,6 @@ async def serve(args: HttpArgs) -> None:
 
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     if args.parent and os.getppid() != args.parent:
         return 0
