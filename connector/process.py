@@ -79,8 +79,8 @@ async def spawn(
     """Start `python -P -m module '<args as JSON>'` in its own session: a terminal's Ctrl-C reaches control alone.
 
     `on_exit` is called once, in the event loop. Its stdout goes to our stderr: libraries print there.
-    `environment` is set over ours and over the defaults of `child_environment`; it inherits the files in `pass_fds` under
-    their numbers. Raises Broken when it cannot start.
+    `environment` is set over ours and over the defaults of `child_environment`; `pass_fds` are inherited under their
+    numbers. Raises Broken when it cannot start.
     """
     env = {**child_environment(threads), **(environment or {})}
     try:
