@@ -1,0 +1,146 @@
+"""`pd up`: a cluster in the foreground. All nodes' lines, one block saying where to curl, and an end without rests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from pdbus.bus.errors import Broken, ConfigError
+
+from .cluster import Cluster
+from .config import DEMO_MODEL, load
+from .node_process import NodeProcess
+
+__all__ = ["Cluster", "run_up", "serve"]
+
+BUS_PORT = 7400
+COLOURS = {"prefill": ("cyan", "blue"), "decode": ("magenta", "red"), "both": ("green", "yellow")}
+NAME_CHARS = 10
+
+
+def run_up(
+    prefill: int, decode: int, both: int, *, http_port: int, settings: Mapping[str, str], config: Path | None
+) -> int:
+    """Runs until Ctrl-C or SIGTERM, or until every node has ended. Exit status: 0, or 1 when a node failed."""
+    if decode + both == 0:
+        raise ConfigError("--decode", "no node would answer requests; give at least 1, or --both 1")
+    options = with_model(settings)
+    load({**options, "role": "both"}, _environment(), file=config)  # one clear line instead of one from every node
+    console = Console(stderr=True, highlight=False)
+    cluster = Cluster(
+        prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,
+        on_line=lambda node, line: print_line(console, node, line),
+    )  # fmt: skip
+    return asyncio.run(serve(cluster, console))
+
+
+def with_model(settings: Mapping[str, str]) -> dict[str, str]:
+    """The demo model's name becomes its folder: fetched once, not by every node."""
+    options = dict(settings)
+    if options.get("model", os.environ.get("PD_MODEL")) == DEMO_MODEL:
+        from .models.demo import fetch_demo_model
+
+        options["model"] = str(fetch_demo_model())
+    return options
+
+
+def _environment() -> dict[str, str]:
+    """What nodes will see of ours: `pd up` decides on addresses itself."""
+    return {name: value for name, value in os.environ.items() if name not in ("PD_LISTEN", "PD_ADVERTISE", "PD_EVENTS")}
+
+
+async def serve(cluster: Cluster, console: Console) -> int:
+    """Starts the cluster and stays until it ends or the first SIGINT or SIGTERM, which drains; the second kills."""
+    asked = asyncio.Event()
+    with _on_signals(cluster, asked):
+        try:
+            if not await _unless(asked, cluster.start()):
+                return 0
+            console.print(welcome(cluster))
+            return await _until_end(cluster, asked, console)
+        except Broken as e:
+            print(f"pd: {e}", file=sys.stderr)
+            return 1
+        finally:
+            await cluster.stop()
+
+
+@contextmanager
+def _on_signals(cluster: Cluster, asked: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            for node in cluster.nodes:
+                node.kill_all()
+        asked.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _unless(asked: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Awaits `work` and returns True; False when it was cut short by a signal."""
+    task = asyncio.create_task(work)
+    stop = asyncio.create_task(asked.wait())
+    await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        await task
+        return True
+    task.cancel()
+    await asyncio.wait([task])
+    return False
+
+
+async def _until_end(cluster: Cluster, asked: asyncio.Event, console: Console) -> int:
+    """A node that ends unasked is told and left behind: the others go on. 1 when one did."""
+    ends = {asyncio.create_task(node.wait()): node for node in cluster.nodes}
+    lost = 0
+    while ends and await _unless(asked, _one_of(ends)):
+        for task in [task for task in ends if task.done()]:
+            print_line(console, ends.pop(task), f"ended with status {task.result()}")
+            lost += 1
+    if ends:
+        console.print("draining; again to end at once", style="dim")
+    return int(lost > 0)
+
+
+async def _one_of(tasks: Iterable[asyncio.Task[int]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def print_line(console: Console, node: NodeProcess, line: str) -> None:
+    """One line of a node, behind its name in its colour."""
+    palette = COLOURS[node.role]
+    colour = palette[int(node.name.rpartition("-")[2]) % len(palette)]
+    console.print(Text.assemble((f"{node.name:<{NAME_CHARS}} ", colour), Text.from_ansi(line)), soft_wrap=True)
+
+
+def welcome(cluster: Cluster) -> Text:
+    """Where to curl."""
+    text = Text("\n")
+    for node in cluster.nodes:
+        text.append(f"  {node.name:<{NAME_CHARS}}", style=COLOURS[node.role][0])
+        text.append(f"{node.address}  {node.http}\n")
+    front = (cluster.decode or cluster.both)[0]
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
+    text.append(f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+    text.append(f"  pd status {front.address}\n\n")
+    text.append("Ctrl-C drains and ends all nodes.\n", style="dim")
+    return text
