@@ -1,4 +1,4 @@
-"""`pd up`: a cluster in the foreground. All nodes' lines, one block saying where to curl, and an end without rests."""
+"""`pd up`: a cluster in the foreground: all nodes' lines, where to curl, an end that leaves nothing behind."""
 
 from __future__ import annotations
 

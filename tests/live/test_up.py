@@ -197,5 +197,10 @@ def test_cores_are_shared_out_whole_or_not_at_all(cores: list[int], nodes: int, 
 
 
 def test_settings_become_options() -> None:
-    settings = {"kv_blocks": 64, "deterministic": True, "insecure": False, "lease": "2s"}
+    settings: dict[str, str | int | float | bool] = {
+        "kv_blocks": 64,
+        "deterministic": True,
+        "insecure": False,
+        "lease": "2s",
+    }
     assert command_line(settings) == ["--kv-blocks", "64", "--deterministic", "--no-insecure", "--lease", "2s"]
