@@ -34,6 +34,7 @@ from .app import create_app
 
 MODULE = "pdbus.nodes.http.server"
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
+CANCEL_S = 0.5  # for those that took longer to cancel their request at the node
 KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, so that the client closes first
 BACKLOG = 2048
 PORTS_TRIED_MAX = 100
@@ -84,6 +85,11 @@ class Server(uvicorn.Server):
 
     def _stop(self) -> None:
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # uvicorn cancelled them and does not wait
+            await asyncio.wait(tuple(self.server_state.tasks), timeout=CANCEL_S)
 
 
 async def serve(args: HttpArgs) -> None:
