@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdbus.nodes.text import StopChecker
-
 from pdbus.bus.messages import Sampling, Token, TokenLogprob
 from pdbus.bus.wire import pack_u32
+from pdbus.nodes.text import StopChecker
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class Managed(Generic[Received]):
         return self._child.pid if self._child is not None and self._child.running else 0
 
     async def start(self, **changes: str) -> None:
-        """Spawn it, with some of its arguments changed. A fresh endpoint each time: no life hears what was said to the last."""
+        """Spawn it, with some of its arguments changed, on a fresh endpoint: no life hears what the last was told."""
         self._lives += 1
         endpoint = endpoint_in(self._directory, f"{self._module.rpartition('.')[2]}-{self._lives}")
         self._channel = ControlChannel(self._context, endpoint, self._receives, self._on_message)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pdbus.connector.fetch import Fetches
-
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
@@ -30,6 +28,7 @@ from pdbus.bus.messages import (
 )
 from pdbus.bus.wire import Declared
 from pdbus.connector import handoff as ho
+from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
 from pdbus.connector.pool import BlockPool
 
@@ -120,8 +119,7 @@ class NodeCore:
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
         if self.drain_until is not None and not self._drained and self._idle():
-            self._drained = True
-            out.append(ev.Drained())
+            self._say_goodbye(now, out)
 
     def _plan(self, out: list[ev.NodeEffect]) -> None:
         plan = self.scheduler.plan()
@@ -368,7 +366,13 @@ class NodeCore:
         for request in self.requests.all():
             self._end(request, "error", now, out, code="shutdown", problem=f"node {self.config.name} is shutting down")
         out += self.prefills.handle(ho.ShutdownBegan(), now)
+        if not self._drained:
+            self._say_goodbye(now, out)
+
+    def _say_goodbye(self, now: int, out: list[ev.NodeEffect]) -> None:
+        self._drained = True
         self._membership(ms.Leaving(reason="shutdown"), now, out)
+        out.append(ev.Drained())
 
     def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(self._load(), now, out)

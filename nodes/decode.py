@@ -115,9 +115,9 @@ class Requests:
     def of_seq(self, seq: int) -> Request | None:
         return self._by_seq.get(seq)
 
-    def fetching_from(self) -> list[str]:
-        """The prefill nodes that any request fetches from."""
-        return list(self._fetching)
+    def fetching_from(self) -> dict[str, int]:
+        """How many requests fetch from each prefill node that any fetches from."""
+        return dict(self._fetching)
 
     @property
     def waiting(self) -> int:
@@ -301,10 +301,8 @@ class Requests:
         if r.generated >= r.sampling.max_tokens or r.prompt_tokens + r.generated >= self._max_model_len:
             return self.end(r, "length", now)
         if r.generated - r.acknowledged > r.credit:
-            return self.end(
-                r, "error", now, code="slow_client",
-                problem=f"the client left {r.generated - r.acknowledged} tokens unread, more than its credit of {r.credit}",
-            )  # fmt: skip
+            unread = f"the client left {r.generated - r.acknowledged} tokens unread: its credit is {r.credit}"
+            return self.end(r, "error", now, code="slow_client", problem=unread)
         return []
 
     # ------------------------------------------------------------ out

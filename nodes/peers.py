@@ -12,6 +12,7 @@ from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGon
 from . import events as ev
 from .decode import Source
 
+LOADING = "its agent is not loaded yet"
 AVOID_NS = 5_000_000_000  # how long a node that failed an attempt comes last
 
 News = FetchEvent | OfferEvent
@@ -27,6 +28,7 @@ class Peers:
         self._block_bytes = block_bytes
         self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
         self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
+        self._mover_up = False
         self._avoided_until: dict[str, int] = {}
         self._last = ""  # round robin: the name chosen last
         self._busy: frozenset[str] = frozenset()
@@ -75,7 +77,8 @@ class Peers:
         add = ev.AddPeer(peer=key, agent=agent, block_bytes=self._block_bytes)
         if self._agents.get(key) != add:
             self._agents[key] = add
-            out.append(add)
+            if self._mover_up:
+                out.append(add)
 
     def _down(self, effect: ms.PeerDown, out: list[ev.NodeEffect], news: list[News]) -> None:
         peer = effect.peer
@@ -90,8 +93,8 @@ class Peers:
         life = peer_key(name, incarnation, "")
         for key in [k for k in self._agents if k.startswith(life) and k != but]:
             del self._agents[key]
-            self._ready.pop(key, None)
-            out.append(ev.RemovePeer(peer=key))
+            if self._ready.pop(key, None) is not None:
+                out.append(ev.RemovePeer(peer=key))
 
     def next_deadline(self) -> int | None:
         return self._membership.next_deadline()
@@ -108,10 +111,12 @@ class Peers:
     # ------------------------------------------------------------ the mover's side
 
     def mover_lost(self) -> None:
+        self._mover_up = False
         self._ready.clear()
 
     def mover_up(self) -> list[ev.NodeEffect]:
         """A new mover knows nobody."""
+        self._mover_up = True
         return list(self._agents.values())
 
     def added(self, peer: str, problem: str) -> None:
@@ -122,7 +127,7 @@ class Peers:
         """Why its memory cannot be read, '' when it can or need not."""
         if not self._reads or peer.role not in PREFILL_ROLES:
             return ""
-        return self._ready.get(peer_key(peer.name, peer.incarnation, peer.epoch), "its agent is not loaded yet")
+        return self._ready.get(peer_key(peer.name, peer.incarnation, peer.epoch), LOADING)
 
     # ------------------------------------------------------------ choosing
 

@@ -1,4 +1,4 @@
-"""Prompts computed here for other nodes: what `Offers` decides becomes sequences of the scheduler, and steps its news."""
+"""Prompts computed here for other nodes: what `Offers` decides becomes sequences, and steps become its news."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Prefills:
     def owns(self, seq: int) -> bool:
         return seq in self._tries
 
-    def readers(self) -> list[str]:
-        """The decode nodes that hold a lease."""
-        return list(self._leases)
+    def readers(self) -> dict[str, int]:
+        """How many leases each decode node holds that holds any."""
+        return dict(self._leases)
 
     def progressed(self, p: Progress, row: StepRowEnded, now: int) -> list[NodeEffect]:
         """A step computed a chunk of a prompt that is still wanted."""

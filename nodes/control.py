@@ -1,0 +1,515 @@
+"""The control process of a node: the shell around its core. It owns sockets, children, clock and token values.
+
+Everything that happens becomes one event, handled to its end before the next; every effect is carried out at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+import zmq
+
+from pdbus import __version__
+from pdbus.bus.endpoint import Endpoint, Received
+from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError
+from pdbus.bus.hashing import block_hashes, prompt_digest
+from pdbus.bus.members import MembershipConfig
+from pdbus.bus.membership import Membership
+from pdbus.bus.messages import Agent, FirstToken, Hello, PrefillRequest, TryId
+from pdbus.bus.recorder import Recorder
+from pdbus.bus.wire import decode, encode, pack_u32, unpack_u32
+from pdbus.connector import ipc
+from pdbus.connector.channel import make_run_directory
+from pdbus.connector.handoff import HandoffConfig
+from pdbus.connector.process import Exit
+from pdbus.connector.slab import Slab
+
+from . import events as ev
+from .children import Managed
+from .config import NodeConfig
+from .core import CoreConfig, NodeCore
+from .intake import Intake
+from .scheduler import Limits
+from .setup import Setup, set_up, worker_args
+from .tokenizer import load_tokenizer
+
+STARTS_MAX = 3  # of a child in a row without becoming ready; then the node ends
+RESTART_WAIT_S = 0.1  # before a child is started again; one that dies at once must not spin
+TICK_MIN_S = 0.001
+FLUSH_MS = 500  # what goodbyes and last answers get to leave
+
+log = logging.getLogger("pdbus")
+
+
+def run_node(config: NodeConfig) -> int:
+    """Run a node until it has drained. Returns the exit status; raises ConfigError for what cannot work."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {config.name} %(message)s", datefmt="%H:%M:%S")
+    setup = set_up(config)
+    status: int = uvloop.run(_run(config, setup))
+    return status
+
+
+async def _run(config: NodeConfig, setup: Setup) -> int:
+    slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
+    directory = make_run_directory()
+    control = Control(config, setup, slab, directory)
+    try:
+        return await control.run()
+    finally:
+        await control.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        slab.close()
+
+
+class Control:
+    """One node's process. `run` returns when the node has drained, or raises what ended it."""
+
+    def __init__(self, config: NodeConfig, setup: Setup, slab: Slab, directory: Path) -> None:
+        self.config = config
+        self.setup = setup
+        self.incarnation = secrets.token_bytes(16)
+        self.pid = os.getpid()
+        self.http = ""
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._queue: deque[ev.NodeEvent] = deque()
+        self._turning = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._prompts: dict[TryId, bytes] = {}  # of the prefill.request being handled
+        self._sampled: dict[int, ipc.RowResult] = {}  # of the step being handled, by sequence
+        self._starts = {"worker": 0, "mover": 0}
+        self._mover_asked = False
+        self._signals = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watchers: list[Callable[[], None]] = []
+        self._recorder = Recorder(Path(config.record), config.name, self.incarnation) if config.record else None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
+        self.address = self._bind()
+        self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
+        self.worker: Managed[ipc.FromWorker] = Managed(
+            "pdbus.nodes.worker",
+            worker_args(config, setup, slab.path, slab.size_bytes),
+            ipc.FromWorker,
+            ipc.StopWorker(),
+            directory=directory,
+            context=self._context,
+            on_message=self._on_worker,
+            on_exit=self._on_worker_exit,
+            threads=config.threads,
+        )
+        self.mover: Managed[ipc.FromMover] = Managed(
+            "pdbus.connector.mover",
+            ipc.MoverArgs(
+                endpoint="",
+                slab_path=slab.path,
+                slab_bytes=slab.size_bytes,
+                block_bytes=setup.geometry.block_bytes,
+                agent_name="",
+            ),
+            ipc.FromMover,
+            ipc.StopMover(),
+            directory=directory,
+            context=self._context,
+            on_message=self._on_mover,
+            on_exit=self._on_mover_exit,
+        )
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> int:
+        """Start everything, serve, drain. Returns the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        await self.worker.start()
+        await self.mover.start(agent_name=self._agent_name(1))
+        log.info("bus %s, model %s, %d KV blocks", self.address, self.setup.model, self.setup.blocks)
+        for address in self.config.join:
+            self.post(ev.JoinAsked(address=address))
+        serving = self._loop.create_task(self.endpoint.serve())
+        serving.add_done_callback(lambda t: self.fail(t.exception()))
+        return await self._ended
+
+    async def close(self) -> None:
+        """End the children, then the sockets, so that the last words have left."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(self.worker.stop(), self.mover.stop())
+        self.intake.close()
+        self.endpoint.close(linger_ms=FLUSH_MS)
+        self._context.term()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def end(self, status: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(status)
+
+    def fail(self, problem: BaseException | None) -> None:
+        """A mistake of ours, or a child that cannot be: the node ends loudly."""
+        if problem is not None and not self._ended.done():
+            self._ended.set_exception(problem)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        log.info("draining" if self._signals == 1 else "ending now")
+        self.post(ev.DrainAsked() if self._signals == 1 else ev.LeaveAsked())
+
+    # ------------------------------------------------------------ the loop
+
+    def post(self, event: ev.NodeEvent) -> None:
+        """Let the core hear it, after what it is hearing now."""
+        self._queue.append(event)
+        if self._turning or self._ended.done():
+            return
+        self._turning = True
+        try:
+            while self._queue:
+                self._turn(self._queue.popleft())
+        except Exception as e:
+            self.fail(e)
+        finally:
+            self._turning = False
+        self._arm()
+        for watch in tuple(self._watchers):
+            watch()
+
+    def _turn(self, event: ev.NodeEvent) -> None:
+        now = time.monotonic_ns()
+        effects = self.core.handle(event, now)
+        if self._recorder is not None:
+            heard = self._recorder.append(type(event).__name__, event, now)
+            for effect in effects:
+                self._recorder.append(type(effect).__name__, effect, now, heard)
+        for effect in effects:
+            _CARRY_OUT[type(effect)](self, effect)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.core.next_deadline()
+        if deadline is not None and not self._ended.done():
+            wait_s = max((deadline - time.monotonic_ns()) / 1e9, TICK_MIN_S)
+            self._timer = self._loop.call_later(wait_s, self.post, ev.Tick())
+
+    async def until(self, true: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until something is true of the core; False when it was not in time."""
+        if true():
+            return True
+        done = asyncio.Event()
+
+        def watch() -> None:
+            if true():
+                done.set()
+
+        self._watchers.append(watch)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await done.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._watchers.remove(watch)
+
+    # ------------------------------------------------------------ the bus
+
+    def _on_message(self, received: Received) -> None:
+        if self.intake.takes(received):
+            return
+        message = received.message
+        if isinstance(message, PrefillRequest):
+            prompt, hashes = _checked_prompt(received, self.setup)
+            self._prompts[message.try_] = prompt
+            self.post(ev.MessageCame(link=received.link, header=received.header, message=message, block_hashes=hashes))
+            self._prompts.pop(message.try_, None)
+        else:
+            self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
+
+    def _on_link_lost(self, link: str) -> None:
+        self.post(ev.LinkLost(link=link))
+
+    def _send(self, e: ev.Send) -> None:
+        raw = (pack_u32(self.intake.prompt(e.message.try_.request)),) if isinstance(e.message, PrefillRequest) else ()
+        self.endpoint.send(e.link, e.message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
+
+    def _open_link(self, e: ev.OpenLink) -> None:
+        try:
+            link = self.endpoint.connect(e.address)
+        except ConfigError as problem:
+            self.post(ev.LinkFailed(address=e.address, problem=problem.problem))
+        else:
+            self.post(ev.LinkOpened(address=e.address, link=link))
+
+    def _close_link(self, e: ev.CloseLink) -> None:
+        self.endpoint.close_link(e.link, linger_ms=FLUSH_MS if e.flush else 0)
+
+    # ------------------------------------------------------------ the worker
+
+    def _on_worker(self, message: ipc.FromWorker) -> None:
+        match message:
+            case ipc.WorkerReady():
+                self._starts["worker"] = 0
+                log.info("worker %d ready in %.1f s", message.pid, message.load_ns / 1e9)
+                self.post(ev.WorkerUp())
+            case ipc.StepDone():
+                self._step_done(message)
+            case ipc.WorkerAlive():
+                self.intake.probed("worker", message.probe)
+            case ipc.WorkerFailed():
+                log.error("worker: %s", message.problem)
+                if not self.core.worker_up:
+                    self.fail(Broken(message.problem))
+
+    def _step_done(self, done: ipc.StepDone) -> None:
+        if not self.core.scheduler.busy or done.step != self.core.scheduler.step:
+            return
+        self._sampled = {row.seq: row for row in done.rows}
+        rows = tuple(self._row_ended(row) for row in done.rows)
+        self.post(ev.StepEnded(step=done.step, rows=rows, compute_ns=done.compute_ns))
+        self._sampled = {}
+
+    def _row_ended(self, row: ipc.RowResult) -> ev.StepRowEnded:
+        if row.wrong_kv:
+            return ev.StepRowEnded(seq=row.seq, problem=f"wrong KV: {row.wrong_kv}")
+        if row.token < 0:
+            return ev.StepRowEnded(seq=row.seq)
+        if self.core.prefills.owns(row.seq):
+            return ev.StepRowEnded(seq=row.seq, payload=encode(FirstToken(token=row.token, logprob=row.logprob)))
+        return ev.StepRowEnded(seq=row.seq, stop=self.intake.take(row.seq, row.token, row.logprob))
+
+    def _open_sequence(self, e: ev.OpenSequence) -> None:
+        if e.try_ is not None:
+            self.worker.send(ipc.SeqOpen(seq=e.seq, prompt=self._prompts[e.try_], sampling=e.sampling))
+            return
+        answer = self.intake.open(e.request, e.seq)
+        self.worker.send(ipc.SeqOpen(seq=e.seq, prompt=pack_u32(answer.prompt), sampling=e.sampling))
+        if answer.tokens:
+            self.worker.send(ipc.SeqForce(seq=e.seq, tokens=pack_u32(answer.tokens)))
+
+    def _close_sequence(self, e: ev.CloseSequence) -> None:
+        self.worker.send(ipc.SeqClose(seq=e.seq))
+
+    def _run_step(self, e: ev.RunStep) -> None:
+        self.worker.send(ipc.Step(step=e.step, rows=e.rows))
+
+    def _take_first_token(self, e: ev.TakeFirstToken) -> None:
+        first = decode(e.payload, FirstToken, name="first_token")
+        stop = self.intake.take(e.seq, first.token, first.logprob)
+        self.worker.send(ipc.SeqForce(seq=e.seq, tokens=pack_u32((first.token,))))
+        self.intake.emit(e.request)
+        self.post(ev.FirstTokenTaken(request=e.request, stop=stop))
+
+    def _emit_token(self, e: ev.EmitToken) -> None:
+        self.intake.emit(e.request)
+
+    def _end_request(self, e: ev.EndRequest) -> None:
+        self.worker.send(ipc.SeqClose(seq=e.seq))
+        self.intake.finish(e)
+
+    def _on_worker_exit(self, ended: Exit) -> None:
+        if not self._ended.done():
+            log.error("worker: %s", ended)
+            self.post(ev.WorkerLost(problem=str(ended)))
+
+    def _restart_worker(self, e: ev.RestartWorker) -> None:
+        self._start_again("worker", lambda: self.worker.start())
+
+    # ------------------------------------------------------------ the mover
+
+    def _on_mover(self, message: ipc.FromMover) -> None:
+        match message:
+            case ipc.MoverReady():
+                self._starts["mover"] = 0
+                self.post(ev.MoverUp(agent=self._agent(message)))
+            case ipc.PeerAdded():
+                if message.problem:
+                    log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
+                self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
+            case ipc.ReadEnded():
+                self.post(
+                    ev.ReadEnded(
+                        read=message.read,
+                        problem=message.problem,
+                        bytes=message.bytes,
+                        transfer_ns=message.transfer_ns,
+                    )
+                )
+            case ipc.ReadDoubtful():
+                self.post(ev.ReadDoubtful(read=message.read, problem=message.problem))
+            case ipc.MoverAlive():
+                self.intake.probed("mover", message.probe)
+            case ipc.MoverFailed():
+                log.error("mover: %s", message.problem)
+                if not self.core.mover_up:
+                    self.fail(Broken(message.problem))
+
+    def _agent_name(self, epoch: int) -> str:
+        return f"{self.config.name}/0/{self.incarnation.hex()}/{epoch}"
+
+    def _agent(self, ready: ipc.MoverReady) -> Agent:
+        return Agent(
+            epoch=int(ready.agent_name.rpartition("/")[2]),
+            name=ready.agent_name,
+            metadata=ready.metadata,
+            metadata_digest=prompt_digest(ready.metadata),
+            base_address=ready.base_address,
+            region_bytes=ready.region_bytes,
+            blocks=self.setup.blocks,
+        )
+
+    def _add_peer(self, e: ev.AddPeer) -> None:
+        if prompt_digest(e.agent.metadata) != e.agent.metadata_digest:
+            self.post(ev.PeerAddEnded(peer=e.peer, problem="its agent's metadata does not match its digest"))
+            return
+        self.mover.send(
+            ipc.PeerAdd(
+                peer=e.peer,
+                agent_name=e.agent.name,
+                metadata=e.agent.metadata,
+                base_address=e.agent.base_address,
+                region_bytes=e.agent.region_bytes,
+                block_bytes=e.block_bytes,
+            )
+        )
+
+    def _remove_peer(self, e: ev.RemovePeer) -> None:
+        self.mover.send(ipc.PeerRemove(peer=e.peer))
+
+    def _start_read(self, e: ev.StartRead) -> None:
+        self.mover.send(ipc.Read(read=e.read, peer=e.peer, source=pack_u32(e.source), target=pack_u32(e.target)))
+
+    def _advertise(self, e: ev.AdvertiseLeases) -> None:
+        self.mover.send(ipc.Advertise(leases=e.leases))
+
+    def _on_mover_exit(self, ended: Exit) -> None:
+        if self._ended.done():
+            return
+        asked, self._mover_asked = self._mover_asked, False
+        if not asked:
+            log.error("mover: %s", ended)
+        self.post(ev.MoverLost(problem=str(ended), asked=asked))
+
+    def _restart_mover(self, e: ev.RestartMover) -> None:
+        if self.mover.pid:
+            if not self._mover_asked:
+                self._mover_asked = True
+                self._spawn(self.mover.stop())
+        else:
+            self._start_again("mover", lambda: self.mover.start(agent_name=self._agent_name(e.epoch)))
+
+    # ------------------------------------------------------------ starting again
+
+    def _start_again(self, what: str, start: Callable[[], Any]) -> None:
+        self._starts[what] += 1
+        if self._starts[what] >= STARTS_MAX:
+            self.fail(Broken(f"the {what} ended {STARTS_MAX} times in a row before it was ready"))
+            return
+
+        async def later() -> None:
+            await asyncio.sleep(RESTART_WAIT_S * (self._starts[what] - 1))
+            await start()
+
+        self._spawn(later())
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
+
+    # ------------------------------------------------------------ the rest
+
+    def _publish(self, e: ev.Publish) -> None:
+        pass
+
+    def _drained(self, e: ev.Drained) -> None:
+        log.info("drained")
+        self.end(0)
+
+    def _bind(self) -> str:
+        return self.endpoint.bind(self.config.listen)
+
+    def _core_config(self) -> CoreConfig:
+        c, s = self.config, self.setup
+        return CoreConfig(
+            name=c.name,
+            incarnation=self.incarnation,
+            decodes=c.role != "prefill",
+            blocks=s.blocks,
+            block_size=s.geometry.block_size,
+            block_bytes=s.geometry.block_bytes,
+            max_model_len=s.max_model_len,
+            limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
+            running_max=c.max_running,
+            skip_sampling=c.skip_sampling and c.role == "prefill",
+            handoff=HandoffConfig(lease_ns=c.lease_ns, renew_ns=c.renew_ns, claim_ns=c.claim_ns),
+        )
+
+    def _membership_config(self) -> MembershipConfig:
+        c, s = self.config, self.setup
+        hello = Hello(
+            role=c.role,
+            address=self.address,
+            version=__version__,
+            epoch=1,
+            geometry=s.geometry,
+            fingerprint=s.fingerprint,
+            model=s.model,
+            max_model_len=s.max_model_len,
+            deterministic=c.deterministic,
+        )
+        return MembershipConfig(name=c.name, incarnation=self.incarnation, hello=hello)
+
+
+def _checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[bytes, ...]]:
+    """The prompt of a prefill.request, as its digest and length promise, and the hashes of its full blocks."""
+    message = received.message
+    assert isinstance(message, PrefillRequest)
+    prompt = received.raw[0] if received.raw else b""
+    if len(prompt) != 4 * message.prompt_tokens or not prompt:
+        raise RemoteProtocolError(
+            f"{len(prompt)} bytes of prompt for {message.prompt_tokens} tokens", kind=message.KIND, field="raw"
+        )
+    if prompt_digest(prompt) != message.prompt_digest:
+        raise RemoteProtocolError("the prompt does not match its digest", kind=message.KIND, field="prompt_digest")
+    ids = unpack_u32(prompt)
+    if max(ids) >= setup.vocab_size:
+        raise RemoteProtocolError(
+            f"token id {max(ids)} is outside the vocabulary of {setup.vocab_size}", kind=message.KIND, field="raw"
+        )
+    return prompt, block_hashes(ids, setup.geometry.block_size)
+
+
+_CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
+    ev.Send: Control._send,
+    ev.OpenLink: Control._open_link,
+    ev.CloseLink: Control._close_link,
+    ev.OpenSequence: Control._open_sequence,
+    ev.CloseSequence: Control._close_sequence,
+    ev.RunStep: Control._run_step,
+    ev.TakeFirstToken: Control._take_first_token,
+    ev.EmitToken: Control._emit_token,
+    ev.EndRequest: Control._end_request,
+    ev.AddPeer: Control._add_peer,
+    ev.RemovePeer: Control._remove_peer,
+    ev.StartRead: Control._start_read,
+    ev.AdvertiseLeases: Control._advertise,
+    ev.RestartMover: Control._restart_mover,
+    ev.RestartWorker: Control._restart_worker,
+    ev.Publish: Control._publish,
+    ev.Drained: Control._drained,
+}

@@ -1,0 +1,386 @@
+"""What comes from clients and tools: checked, tokenized, answered. Here token values and text live, nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from pdbus.bus.answers import error_of
+from pdbus.bus.endpoint import Received
+from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.hashing import block_hashes, prompt_digest
+from pdbus.bus.messages import (
+    Cancel,
+    Cancelled,
+    Connect,
+    ConnectReply,
+    Credit,
+    Disconnect,
+    DisconnectReply,
+    Error,
+    Finished,
+    Generate,
+    Ledger,
+    LedgerReply,
+    Message,
+    Outcome,
+    Sampling,
+    Status,
+    StatusReply,
+    TokenLogprob,
+)
+from pdbus.bus.wire import pack_u32, replace, unpack_u32
+from pdbus.connector import ipc
+
+from . import events as ev
+from . import report
+from .answer import Answer
+from .text import StopChecker
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .control import Control
+
+JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
+PROBE_WAIT_S = 5.0  # a step of a large chunk may be under way in the worker
+ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
+UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
+OVERLOADED_RETRY_MS = 1000
+
+log = logging.getLogger("pdbus.intake")
+
+
+class Intake:
+    """The answers under way, and a thread that tokenizes."""
+
+    def __init__(self, control: Control, tokenizer: Tokenizer) -> None:
+        self._control = control
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._answers: dict[bytes, Answer] = {}
+        self._by_seq: dict[int, Answer] = {}
+        self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._probes: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._probe = 0
+        self._handlers: dict[type[Message], Callable[[Received], None]] = {
+            Generate: self._generate,
+            Cancel: self._cancel,
+            Credit: self._credit,
+            Status: lambda r: self._answer_later(r, self._status()),
+            Ledger: lambda r: self._reply(r, self._ledger()),
+            Connect: lambda r: self._answer_later(r, self._connect(r.message)),
+            Disconnect: lambda r: self._answer_later(r, self._disconnect(r.message)),
+        }
+
+    def takes(self, received: Received) -> bool:
+        """Handle a client's or tool's message; False for anything else."""
+        handler = self._handlers.get(type(received.message))
+        if handler is None:
+            return False
+        handler(received)
+        return True
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ generate
+
+    def _generate(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, Generate)
+        key = client_key(received, message.client_id)
+        if key in self._tokenizing or self._control.core.requests.of_client(key) is not None:
+            raise RequestError("this client_id is in use by a request of yours", param="client_id")
+        if len(self._tokenizing) + len(self._answers) >= ANSWERS_MAX:
+            error = Error(
+                message="too many requests at once",
+                code="overloaded",
+                client_id=message.client_id,
+                retry_after_ms=OVERLOADED_RETRY_MS,
+            )
+            self._reply(received, error)
+            return
+        self._tokenizing[key] = False
+        self._spawn(self._admit(received, message, key))
+
+    async def _admit(self, received: Received, message: Generate, key: str) -> None:
+        """Tokenize in the thread, check, and let the core have it."""
+        arrived = time.monotonic_ns()
+        try:
+            sampling = self._checked_sampling(message)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
+            sampling = self._fitted(sampling, len(prompt))
+        except PdError as e:
+            self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
+            return
+        finally:
+            cancelled = self._tokenizing.pop(key)
+        request = secrets.token_bytes(16)
+        if cancelled:
+            self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
+            return
+        packed = pack_u32(prompt)
+        self._answers[request] = Answer(
+            request=request,
+            link=received.link,
+            client_name=received.header.from_,
+            client_inc=received.header.from_inc,
+            client_id=message.client_id,
+            prompt=prompt,
+            sampling=sampling,
+            checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
+        )
+        self._control.post(
+            ev.GenerateAsked(
+                request=request,
+                link=received.link,
+                client=key,
+                prompt_tokens=len(prompt),
+                prompt_digest=prompt_digest(packed),
+                block_hashes=block_hashes(packed, self._control.setup.geometry.block_size),
+                sampling=sampling,
+                deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
+                credit=message.credit,
+            )
+        )
+
+    def _prompt_ids(self, message: Generate) -> Sequence[int]:
+        given = [name for name in ("text", "messages", "tokens") if getattr(message, name) is not None]
+        if len(given) != 1:
+            raise RequestError("give exactly one of text, messages and tokens", param="prompt")
+        if message.messages is not None:
+            ids: Sequence[int] = self._tokenizer.chat(message.messages)
+        elif message.text is not None:
+            ids = self._tokenizer.encode(message.text) if message.text else ()
+        else:
+            assert message.tokens is not None
+            ids = unpack_u32(message.tokens)
+        if not ids:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        vocabulary = self._control.setup.vocab_size
+        if max(ids) >= vocabulary:
+            raise RequestError(f"token id {max(ids)} is outside the vocabulary of {vocabulary}", param="prompt")
+        return ids
+
+    def _checked_sampling(self, message: Generate) -> Sampling:
+        s = message.sampling
+        setup = self._control.setup
+        if message.model not in ("", setup.model):
+            raise RequestError(
+                f"the model {message.model!r} does not exist; this node serves {setup.model!r}",
+                param="model", code="model_not_found", status=404,
+            )  # fmt: skip
+        for name, good, wanted in (
+            ("max_tokens", s.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "from 0 to max_tokens"),
+            ("temperature", 0 <= s.temperature <= 100, "from 0 to 100"),
+            ("top_k", s.top_k >= 0, "at least 0"),
+            ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+            ("logprobs", s.logprobs is None or 0 <= s.logprobs <= 20, "from 0 to 20"),
+            ("seed", -(2**63) <= s.seed < 2**64, "64 bits"),
+        ):
+            if not good:
+                raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
+        if not 1 <= message.deadline_ms <= 86_400_000:
+            raise RequestError(f"deadline_ms is {message.deadline_ms}; from 1 to a day", param="deadline_ms")
+        if message.credit < 1:
+            raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
+        return s if s.seed else replace(s, seed=secrets.randbits(63) or 1)
+
+    def _fitted(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
+        """Its `max_tokens` within the context. Raises RequestError when what was asked for does not fit."""
+        limit = self._control.setup.max_model_len
+        room = limit - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens; with one for the answer at most {limit} fit "
+                f"(max_model_len): shorten it", param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        if sampling.max_tokens == UNTIL_FULL:
+            return replace(sampling, max_tokens=room)
+        if sampling.max_tokens > room:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {sampling.max_tokens}; together at most "
+                f"{limit} fit (max_model_len): ask for at most {room}", param="max_tokens",
+                code="context_length_exceeded",
+            )  # fmt: skip
+        return sampling
+
+    def _cancel(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, Cancel)
+        key = client_key(received, message.client_id)
+        if key in self._tokenizing:
+            self._tokenizing[key] = True
+        self._control.post(ev.CancelAsked(client=key))
+        self._reply(received, Cancelled(client_id=message.client_id))
+
+    def _credit(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, Credit)
+        self._control.post(ev.CreditGiven(client=client_key(received, message.client_id), index=message.index))
+
+    # ------------------------------------------------------------ answers
+
+    def open(self, request: bytes, seq: int) -> Answer:
+        """The request's answer, known by its worker's sequence from now on."""
+        answer = self._by_seq[seq] = self._answers[request]
+        return answer
+
+    def prompt(self, request: bytes) -> Sequence[int]:
+        return self._answers[request].prompt
+
+    def take(self, seq: int, token: int, logprob: TokenLogprob | None) -> bool:
+        """Append a token to a sequence's answer. True when it ends there. False for what has ended already."""
+        answer = self._by_seq.get(seq)
+        return answer is not None and answer.take(token, logprob)
+
+    def emit(self, request: bytes) -> None:
+        """Send what has been taken. A client that cannot be reached has gone."""
+        answer = self._answers[request]
+        if not self._say(answer, answer.message()):
+            self._control.post(ev.ClientGone(link=answer.link))
+
+    def finish(self, e: ev.EndRequest) -> None:
+        """Send the rest of the text, then the one Finished."""
+        self._by_seq.pop(e.seq, None)
+        answer = self._answers.pop(e.request)
+        answer.text += answer.checker.finish()
+        if answer.text:
+            self._say(answer, answer.message())
+        error = None
+        if e.reason == "error":
+            error = Error(message=e.problem, code=e.code, client_id=answer.client_id, retry_after_ms=e.retry_after_ms)
+        self._say(
+            answer,
+            Finished(
+                client_id=answer.client_id,
+                request=e.request,
+                reason=e.reason,
+                prompt_tokens=e.prompt_tokens,
+                cached_tokens=e.cached_tokens,
+                completion_tokens=e.completion_tokens,
+                error=error,
+                timeline=e.timeline,
+            ),
+        )
+
+    def _say(self, answer: Answer, message: Message) -> bool:
+        sent = self._control.endpoint.send(answer.link, message, to=answer.client_name, to_inc=answer.client_inc)
+        return bool(sent)
+
+    # ------------------------------------------------------------ tools
+
+    def _reply(self, received: Received, message: Message) -> None:
+        header = received.header
+        self._control.endpoint.send(received.link, message, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+
+    def _answer_later(self, received: Received, work: Coroutine[Any, Any, Message]) -> None:
+        async def run() -> None:
+            self._reply(received, await work)
+
+        self._spawn(run())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._control.fail(task.exception())
+
+    async def _status(self) -> StatusReply:
+        worker, mover = await asyncio.gather(self._alive("worker"), self._alive("mover"))
+        control, core, now = self._control, self._control.core, time.monotonic_ns()
+        reasons = report.not_ready(core)
+        reasons += [f"the {what} does not answer" for what, ok in (("worker", worker), ("mover", mover)) if not ok]
+        clean, ledger = report.ledger(core)
+        return StatusReply(
+            status={
+                "name": control.config.name,
+                "incarnation": control.incarnation.hex(),
+                "role": control.config.role,
+                "model": control.setup.model,
+                "engine": control.config.engine,
+                "max_model_len": control.setup.max_model_len,
+                "address": control.address,
+                "http": control.http,
+                "epoch": core.epoch,
+                "ready": not reasons,
+                "not_ready": reasons,
+                "pids": {"control": control.pid, "worker": control.worker.pid, "mover": control.mover.pid},
+                "peers": report.peers(core),
+                "leases": core.offers.rows(),
+                "reads": core.fetches.rows(),
+                "requests": report.requests(core, now),
+                "ledger": {"clean": clean, **ledger},
+                "metrics": report.metrics(core, control.endpoint.counters.as_dict()),
+            }
+        )
+
+    def _ledger(self) -> LedgerReply:
+        clean, ledger = report.ledger(self._control.core)
+        return LedgerReply(clean=clean, ledger=ledger)
+
+    async def _connect(self, message: Message) -> ConnectReply:
+        assert isinstance(message, Connect)
+        outcomes = await asyncio.gather(*(self._join(address) for address in message.addresses))
+        return ConnectReply(outcomes=tuple(outcomes))
+
+    async def _join(self, address: str) -> Outcome:
+        self._control.post(ev.JoinAsked(address=address))
+        await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
+        outcome = report.joined(self._control.core, address)
+        return outcome or Outcome(target=address, ok=False, detail=f"no answer within {JOIN_WAIT_S:g} s")
+
+    async def _disconnect(self, message: Message) -> DisconnectReply:
+        assert isinstance(message, Disconnect)
+        outcomes = []
+        for target in message.targets:
+            known = report.member(self._control.core, target)
+            if known is None:
+                outcomes.append(Outcome(target=target, ok=False, detail="no member of that name or address"))
+                continue
+            self._control.post(ev.RemoveAsked(target=target))
+            outcomes.append(Outcome(target=target, ok=True, detail=known.name))
+        return DisconnectReply(outcomes=tuple(outcomes))
+
+    # ------------------------------------------------------------ probes
+
+    async def _alive(self, what: str) -> bool:
+        """A round trip through the worker or the mover."""
+        self._probe += 1
+        key = (what, self._probe)
+        answered = self._probes[key] = asyncio.get_running_loop().create_future()
+        if what == "worker":
+            self._control.worker.send(ipc.ProbeWorker(probe=self._probe))
+        else:
+            self._control.mover.send(ipc.ProbeMover(probe=self._probe))
+        try:
+            async with asyncio.timeout(PROBE_WAIT_S):
+                await answered
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            del self._probes[key]
+
+    def probed(self, what: str, probe: int) -> None:
+        answered = self._probes.get((what, probe))
+        if answered is not None and not answered.done():
+            answered.set_result(None)
+
+
+def client_key(received: Received, client_id: str) -> str:
+    """What names a request of a client: its life and the id it chose."""
+    return f"{received.header.from_inc.hex()}:{client_id}"

@@ -1,0 +1,122 @@
+"""What a node tells of itself: status and ledger, read off the core as it stands. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdbus.bus import members as ms
+from pdbus.bus.messages import Outcome
+
+from .core import NodeCore
+from .decode import Request
+from .peers import LOADING
+
+
+def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
+    """Every block and lease accounted for; clean when nothing but free and cached blocks is left."""
+    counts = core.pool.counts()
+    table = {
+        "blocks": {
+            "total": counts.total,
+            "free": counts.free,
+            "cached": counts.cached,
+            "in_use": counts.in_use,
+            "quarantined": counts.quarantined,
+        },
+        "leases": core.offers.held(),
+        "reads": len(core.fetches.transfers),
+        "requests": len(core.requests),
+        "sequences": len(list(core.scheduler.sequences())),
+    }
+    clean = counts.free + counts.cached == counts.total and not any(
+        table[k] for k in ("leases", "reads", "requests", "sequences")
+    )
+    return clean, table
+
+
+def not_ready(core: NodeCore) -> list[str]:
+    """Why the node cannot serve now; empty when it can."""
+    reasons = []
+    if not core.worker_up:
+        reasons.append("the worker is not up")
+    if not core.mover_up:
+        reasons.append("the mover is not up")
+    if core.drain_until is not None:
+        reasons.append("the node is draining")
+    return reasons
+
+
+def requests(core: NodeCore, now: int) -> list[dict[str, Any]]:
+    return [_request(r, now) for r in core.requests.all()]
+
+
+def _request(r: Request, now: int) -> dict[str, Any]:
+    return {
+        "request": r.request.hex(),
+        "client": r.client,
+        "state": r.state.value,
+        "age_ms": round((now - r.marks.arrived) / 1e6, 1),
+        "left_ms": round((r.deadline_ns - now) / 1e6, 1),
+        "prompt_tokens": r.prompt_tokens,
+        "cached_tokens": r.cached_tokens,
+        "generated": r.generated,
+        "attempts": r.attempts,
+        "prefill_node": r.node,
+    }
+
+
+def peers(core: NodeCore) -> list[dict[str, Any]]:
+    fetching, reading = core.requests.fetching_from(), core.prefills.readers()
+    return [
+        {
+            "name": p.name,
+            "address": p.address,
+            "role": p.role,
+            "state": p.state.value,
+            "detail": p.reason or core.peers.problem(p),
+            "draining": p.draining,
+            "epoch": p.epoch,
+            "incarnation": p.incarnation.hex(),
+            "http": p.http,
+            "leases": reading.get(p.name, 0),
+            "fetches": fetching.get(p.name, 0),
+        }
+        for p in core.peers.members()
+    ]
+
+
+def member(core: NodeCore, target: str) -> ms.Peer | None:
+    """Whom a name or an address stands for."""
+    return next((p for p in core.peers.members() if target in (p.name, p.address)), None)
+
+
+def joined(core: NodeCore, address: str) -> Outcome | None:
+    """What joining that address has come to, good or bad; None while it is under way."""
+    p = member(core, address)
+    if p is None:
+        return None
+    if p.state is ms.PeerState.UP:
+        problem = core.peers.problem(p)
+        return None if problem == LOADING else Outcome(target=address, ok=not problem, detail=problem or p.name)
+    if p.reason:
+        return Outcome(target=address, ok=False, detail=p.reason)
+    return None
+
+
+def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
+    """Gauges and counters by name, for /metrics. Names are only ever added."""
+    counts = core.pool.counts()
+    return {
+        "kv_blocks_total": counts.total,
+        "kv_blocks_free": counts.free,
+        "kv_blocks_cached": counts.cached,
+        "kv_blocks_in_use": counts.in_use,
+        "kv_blocks_quarantined": counts.quarantined,
+        "leases_held": core.offers.held(),
+        "reads_open": len(core.fetches.transfers),
+        "requests": len(core.requests),
+        "requests_waiting": core.requests.waiting,
+        "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
+        "agent_epoch": core.epoch,
+        **counters,
+    }

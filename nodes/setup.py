@@ -1,0 +1,97 @@
+"""From settings to what a node is made of: the model, its KV geometry, how many blocks. Loads no weights, no torch."""
+
+from __future__ import annotations
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.messages import Geometry
+from pdbus.bus.wire import Declared
+from pdbus.connector.ipc import WorkerArgs
+from pdbus.connector.layout import geometry_for
+
+from .config import NodeConfig
+
+BLOCKS_MAX = (1 << 32) - 1  # block ids travel as u32
+
+
+class Setup(Declared):
+    model: str  # the name that clients use
+    folder: str
+    geometry: Geometry
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    blocks: int
+
+
+def set_up(config: NodeConfig) -> Setup:
+    """Resolve the model (fetching or converting it into the cache if need be) and size its KV. Raises ConfigError."""
+    return _coded(config) if config.engine == "coded" else _torch(config)
+
+
+def _coded(config: NodeConfig) -> Setup:
+    geometry = geometry_for(
+        config.coded_layers, config.coded_kv_heads, config.coded_head_dim, config.block_size, config.dtype
+    )
+    return Setup(
+        model=config.model,
+        folder="",
+        geometry=geometry,
+        fingerprint=config.model_id or f"coded-{config.coded_vocab}",
+        max_model_len=config.max_model_len,
+        vocab_size=config.coded_vocab,
+        blocks=_blocks(config, geometry),
+    )
+
+
+def _torch(config: NodeConfig) -> Setup:
+    from .models.config import resolve_model
+    from .models.fingerprint import weights_fingerprint
+
+    resolved = resolve_model(config.model)
+    model = resolved.config
+    if config.max_model_len > model.max_positions:
+        raise ConfigError(
+            "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
+        )
+    geometry = geometry_for(model.layers, model.kv_heads, model.head_dim, config.block_size, config.dtype)
+    return Setup(
+        model=resolved.name,
+        folder=resolved.folder,
+        geometry=geometry,
+        fingerprint=config.model_id or weights_fingerprint(resolved.folder, config.dtype),
+        max_model_len=config.max_model_len or model.max_positions,
+        vocab_size=model.vocab,
+        blocks=_blocks(config, geometry),
+    )
+
+
+def _blocks(config: NodeConfig, geometry: Geometry) -> int:
+    blocks = config.kv_blocks or min(config.kv_memory_bytes // geometry.block_bytes, BLOCKS_MAX)
+    if blocks < 2:
+        raise ConfigError(
+            "--kv-memory", f"{config.kv_memory_bytes} bytes hold {blocks} blocks of {geometry.block_bytes}; at least 2"
+        )
+    return blocks
+
+
+def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int) -> WorkerArgs:
+    return WorkerArgs(
+        endpoint="",
+        slab_path=slab_path,
+        slab_bytes=slab_bytes,
+        blocks=setup.blocks,
+        geometry=setup.geometry,
+        engine=config.engine,
+        model=setup.folder,
+        threads=config.threads,
+        cpus=config.cpus,
+        device=config.device,
+        dtype=config.dtype,
+        deterministic=config.deterministic,
+        skip_sampling=config.skip_sampling and config.role == "prefill",
+        max_model_len=setup.max_model_len,
+        max_batch_tokens=config.max_batch_tokens,
+        coded_step_us=int(config.coded_step_ms * 1000),
+        coded_token_us=int(config.coded_token_us),
+        coded_vocab=config.coded_vocab,
+    )
