@@ -1,0 +1,134 @@
+"""One attempt to fetch a prompt: its states, what moves them, what ends it, and what it knows. Used by `Fetches`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pdbus.bus.messages import LeaseId, RenewedEntry, TryId
+
+from .handoff import FetchAsked
+from .transfer import Peer
+
+ID_BYTES = 4  # of a block id on the wire
+
+
+class FetchState(StrEnum):
+    NEXT = "next"
+    READING = "reading"
+    CLAIMING = "claiming"
+    FETCHED = "fetched"
+    LEFT = "left"
+
+
+class Step(StrEnum):
+    """What moves a fetch."""
+
+    ASKED = "asked"
+    COMPLETE = "complete"
+    CONFIRMED = "confirmed"
+    FAILED = "failed"
+    LEFT = "left"
+
+
+TRANSITIONS: dict[tuple[FetchState, Step], FetchState] = {
+    (FetchState.NEXT, Step.ASKED): FetchState.READING,
+    (FetchState.READING, Step.COMPLETE): FetchState.CLAIMING,
+    (FetchState.CLAIMING, Step.CONFIRMED): FetchState.FETCHED,
+    (FetchState.READING, Step.FAILED): FetchState.NEXT,
+    (FetchState.CLAIMING, Step.FAILED): FetchState.NEXT,
+    (FetchState.NEXT, Step.LEFT): FetchState.LEFT,
+    (FetchState.READING, Step.LEFT): FetchState.LEFT,
+    (FetchState.CLAIMING, Step.LEFT): FetchState.LEFT,
+}
+
+OVER = (FetchState.FETCHED, FetchState.LEFT)  # the request is forgotten
+
+
+class Why(StrEnum):
+    """Why an attempt failed."""
+
+    REFUSED = "refused"
+    NO_ANSWER = "no answer"
+    NOT_HELD = "lease not held"
+    NOT_RENEWED = "lease not renewed"
+    STALE_PEER = "stale peer"
+    OTHER_LEASE = "other lease"
+    PROTOCOL = "protocol"
+    READ_FAILED = "read failed"
+    READ_OVERDUE = "read overdue"
+    PEER_BLOCKED = "peer has an overdue read"
+    MOVER_REAPED = "own mover lost"
+    OWNER_SILENT = "prefill node silent"
+    OWNER_RESTARTED = "prefill node restarted"
+    EPOCH_ENDED = "prefill node's epoch ended"
+    INVALID = "claim invalid"
+    UNCONFIRMED = "claim not answered"
+    DEADLINE = "deadline"
+
+
+class Failure(NamedTuple):
+    """In which states it counts, whether P still has to be told, whether to choose another node for a while."""
+
+    states: tuple[FetchState, ...]
+    cancel: bool
+    suspect: bool
+
+
+_READING, _CLAIMING = (FetchState.READING,), (FetchState.CLAIMING,)
+_BOTH = _READING + _CLAIMING
+
+FAILURES: dict[Why, Failure] = {
+    Why.REFUSED: Failure(_READING, cancel=False, suspect=False),
+    Why.NO_ANSWER: Failure(_READING, cancel=True, suspect=True),
+    Why.NOT_HELD: Failure(_READING, cancel=False, suspect=False),
+    Why.NOT_RENEWED: Failure(_BOTH, cancel=True, suspect=True),
+    Why.STALE_PEER: Failure(_BOTH, cancel=False, suspect=False),
+    Why.OTHER_LEASE: Failure(_BOTH, cancel=False, suspect=False),  # whoever named that lease is sent its cancel
+    Why.PROTOCOL: Failure(_READING, cancel=True, suspect=True),
+    Why.READ_FAILED: Failure(_READING, cancel=True, suspect=True),
+    Why.READ_OVERDUE: Failure(_READING, cancel=True, suspect=True),
+    Why.PEER_BLOCKED: Failure(_READING, cancel=True, suspect=True),
+    Why.MOVER_REAPED: Failure(_READING, cancel=True, suspect=False),
+    Why.OWNER_SILENT: Failure(_BOTH, cancel=True, suspect=True),
+    Why.OWNER_RESTARTED: Failure(_BOTH, cancel=False, suspect=False),
+    Why.EPOCH_ENDED: Failure(_BOTH, cancel=False, suspect=False),
+    Why.INVALID: Failure(_CLAIMING, cancel=False, suspect=False),
+    Why.UNCONFIRMED: Failure(_CLAIMING, cancel=True, suspect=True),
+    Why.DEADLINE: Failure(_BOTH, cancel=True, suspect=False),
+}
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One request: its present attempt, and the token that is frozen over all of them."""
+
+    asked: FetchAsked
+    try_: TryId
+    epoch: int
+    first_token: bytes | None = None
+    state: FetchState = FetchState.NEXT
+    lease: LeaseId | None = None
+    source: bytes = b""  # u32 ids of P's blocks announced so far
+    ready: int = 0
+    finished: bool = False
+    posted: int = 0  # blocks of `source` that a read was posted for
+    reading: dict[int, None] = field(default_factory=dict)  # open reads of this attempt
+    asks: int = 0
+    claims: int = 0
+
+    @property
+    def peer(self) -> Peer:
+        return self.asked.node, self.asked.incarnation
+
+    def consistent(self, told: RenewedEntry, block_size: int) -> bool:
+        """As many blocks as `ready` says, and none that differs from what was announced before."""
+        prompt_tokens = self.asked.prompt_tokens
+        if not 0 <= told.ready <= prompt_tokens or (told.finished and told.ready < prompt_tokens):
+            return False
+        end = len(self.asked.blocks) if told.ready == prompt_tokens else told.ready // block_size
+        if len(told.blocks) != ID_BYTES * max(0, end - self.asked.have // block_size):
+            return False
+        longer, shorter = sorted((told.blocks, self.source), key=len, reverse=True)
+        return longer.startswith(shorter)
