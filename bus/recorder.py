@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import ConfigError, RemoteProtocolError
+from .messages import Message
 from .wire import Declared, decode, encode
 
 FORMAT = "pdbus-recording"
@@ -82,8 +83,11 @@ class Recorder:
         self._writer.start()
 
     def append(self, kind: str, payload: Declared | dict[str, Any], now_ns: int, cause: int = 0) -> int:
-        """Queues one record and returns its sequence. `payload` is encoded later and must not change."""
+        """Queues one record and returns its sequence. `payload` is encoded later and must not change; the kind of a
+        message in it, which its own encoding does not tell, is added to `kind`."""
         self._sequence += 1
+        message = getattr(payload, "message", None)
+        kind = f"{kind} {message.KIND}" if isinstance(message, Message) else kind
         if len(self._pending) >= PENDING_MAX or self._closing.is_set():
             self._lost += 1
             return self._sequence

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from pdbus.bus.errors import Broken, PdError
+from pdbus.bus.ports import is_free
 
 from .node_process import NodeProcess, OnLine
 
@@ -216,22 +216,12 @@ def _free_ports(start: int, count: int) -> Iterator[int]:
     """First ports of runs of `count` free ones, from `start` upwards; without it from anywhere out of the way."""
     port = start or random.randrange(PORTS_FROM, PORTS_TO, 8)
     while port + count <= 65_536:
-        if all(_is_free(p) for p in range(port, port + count)):
+        if all(is_free("127.0.0.1", p) for p in range(port, port + count)):
             yield port
             port += count
         else:
             port += 1
     raise Broken(f"no {count} free ports in a row above {start}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers does not count
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 async def _listens(address: str) -> bool:

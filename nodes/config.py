@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.ports import is_loopback, is_wildcard
 from pdbus.bus.wire import Declared
 
 from . import values
@@ -350,13 +351,13 @@ def _check(c: Chosen, given: _Given, host: Host) -> None:
 def _check_bus(c: Chosen, given: _Given) -> None:
     listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
     for name, bound in (("listen", listen), ("events", events)):
-        if not bound.loopback and not c["insecure"]:
+        if not is_loopback(bound.host) and not c["insecure"]:
             problem = f"{bound} can be reached from other machines: needs keys or --insecure"
             raise given.error(problem, name, "listen")
-    if listen.wildcard and "advertise" not in given.text:
+    if is_wildcard(listen.host) and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
         raise given.error(problem, "listen")
-    if advertise.wildcard or (advertise.loopback and not listen.loopback):
+    if is_wildcard(advertise.host) or (is_loopback(advertise.host) and not is_loopback(listen.host)):
         raise given.error(f"other machines cannot connect to {advertise}: give this one's address", "advertise")
     if events.port == 65535:
         raise given.error("leaves no port for the events' replay: give one below 65535", "events", "listen")
@@ -366,7 +367,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
 
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
-    if port and not values.is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
+    if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
         problem = f"{c['http_host']} can be reached from other machines: needs --insecure, or give 127.0.0.1"
         raise given.error(problem, "http_host")
     if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):

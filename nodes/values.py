@@ -3,11 +3,13 @@ ValueError saying what would be right; who wrote it, and where, is the caller's 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any, NamedTuple
+from typing import Any
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.ports import Address, parse_address
 
 Parser = Callable[[str], Any]
 
@@ -17,33 +19,6 @@ DURATION_UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h":
 CORES_MAX = 4096  # a range such as 0-999999999 is a slip of the finger, not a machine
 
 _NUMBER_UNIT = re.compile(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*")
-_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):([0-9]{1,5})")
-
-
-class Address(NamedTuple):
-    """Where a socket binds or connects. `host` keeps the brackets of an IPv6 literal."""
-
-    host: str
-    port: int
-
-    @property
-    def wildcard(self) -> bool:
-        return self.host in ("*", "0.0.0.0", "[::]")
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host.strip("[]"))
-
-    def __str__(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Only what cannot be another host: `localhost`, 127.0.0.0/8, ::1. A name is never looked up."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def whole(low: int, high: int) -> Parser:
@@ -156,20 +131,17 @@ def address(*, free_port: bool = False) -> Parser:
     """`tcp://host:port` as text. Port 0, any free one, only where a socket binds."""
 
     def parse(value: str) -> str:
-        match = _ADDRESS.fullmatch(value.strip())
-        if match is None:
-            raise ValueError(f"{value!r} is not an address; give tcp://HOST:PORT")
-        if not (0 if free_port else 1) <= int(match[2]) <= 65535:
-            raise ValueError(f"{match[2]} is no port; give one from 1 to 65535")
-        return str(Address(match[1], int(match[2])))
+        try:
+            return str(parse_address(value.strip(), "", port_zero=free_port))
+        except ConfigError as e:
+            raise ValueError(e.problem) from None
 
     return parse
 
 
 def split_address(value: str) -> Address:
     """Host and port of what `address` has accepted."""
-    host, _, port = value.removeprefix("tcp://").rpartition(":")
-    return Address(host, int(port))
+    return parse_address(value, "", port_zero=True)
 
 
 def addresses(value: str) -> tuple[str, ...]:

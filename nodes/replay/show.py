@@ -160,7 +160,9 @@ def _describe(record: Record) -> tuple[str, str]:
     details = " ".join(parts)
     if len(details) > DETAIL_CHARS_MAX:
         details = details[: DETAIL_CHARS_MAX - 1] + "…"
-    return f"{record.kind} {tag}".strip(), details.replace("[", "\\[")
+    return record.kind if tag in ("", record.kind.partition(" ")[0]) else f"{record.kind} {tag}", details.replace(
+        "[", "\\["
+    )
 
 
 def _brief(value: Any) -> str:

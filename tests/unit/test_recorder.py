@@ -9,7 +9,7 @@ import pytest
 
 from pdbus.bus import recorder as recorder_module
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.messages import LeaseId
+from pdbus.bus.messages import Goodbye, LeaseId, Message
 from pdbus.bus.recorder import Recorder, read
 from pdbus.bus.wire import Declared, encode
 
@@ -41,6 +41,19 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     assert heard.payload["lease"]["generation"] == 7
     assert (decided.cause, decided.payload) == (1, {"bytes": b"\x00\xff", "n": None})
     assert recording.truncated == "" and recording.lost == 0
+
+
+class Came(Declared, tag_field="t", tag=True):
+    message: Message
+
+
+def test_a_message_inside_an_event_is_told_by_its_kind(tmp_path: Path) -> None:
+    """A message's own encoding is its body alone; without its kind nobody could tell drain from status."""
+    recorder = Recorder(tmp_path, "prefill-1", INCARNATION)
+    recorder.append("Came", Came(message=Goodbye(reason="done")), now_ns=1)
+    recorder.close()
+    (record,) = read(recorder.path)
+    assert (record.kind, record.payload["message"]) == ("Came goodbye", {"reason": "done"})
 
 
 def test_a_file_cut_at_any_byte_reads_to_its_last_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
