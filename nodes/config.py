@@ -360,7 +360,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
     if is_wildcard(advertise.host) or (is_loopback(advertise.host) and not is_loopback(listen.host)):
         raise given.error(f"other machines cannot connect to {advertise}: give this one's address", "advertise")
     if events.port == 65535:
-        raise given.error("leaves no port for the events' replay: give one below 65535", "events", "listen")
+        raise given.error("leaves no port for the events' replay: give a smaller one", "events", "listen")
     if events.port and listen.port in (events.port, events.port + 1):
         raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
