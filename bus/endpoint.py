@@ -108,7 +108,7 @@ class Endpoint:
         self._inbound: dict[bytes, _Link] = {}  # by identity, longest unused first
         self._inbound_by_key: dict[str, _Link] = {}
         self._opened = 0
-        self._waiting: dict[tuple[str, int], tuple[tuple[type[Message], ...], asyncio.Future[Message]]] = {}
+        self._waiting: dict[tuple[str, int], tuple[tuple[type[Message], ...], asyncio.Future[Received]]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
 
@@ -234,11 +234,11 @@ class Endpoint:
         Raises what an `error` answer stands for (RequestError, RemoteProtocolError, Overloaded ...),
         DeadlineExceeded after `timeout_s`, Broken when it cannot be sent, Closed when the link is closed.
         """
-        reply = await self.request_any(link, message, (reply_type,), timeout_s, raw, to=to, to_inc=to_inc)
-        assert isinstance(reply, reply_type)
-        return reply
+        received = await self.ask(link, message, (reply_type,), timeout_s, raw, to=to, to_inc=to_inc)
+        assert isinstance(received.message, reply_type)
+        return received.message
 
-    async def request_any(
+    async def ask(
         self,
         link: str,
         message: Message,
@@ -248,12 +248,12 @@ class Endpoint:
         *,
         to: str = "",
         to_inc: bytes = b"",
-    ) -> Message:
-        """Like `request`, where more than one kind is an answer (welcome or refused)."""
+    ) -> Received:
+        """Like `request`, where more than one kind is an answer (welcome or refused), or its header matters."""
         seq = self.send(link, message, raw, to=to, to_inc=to_inc)
         if not seq:
             raise Broken(f"{message.KIND} could not be sent: the peer has gone or does not read")
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._waiting[link, seq] = (reply_types, future)
         try:
             return await asyncio.wait_for(future, timeout_s)
@@ -286,26 +286,28 @@ class Endpoint:
             if not e.is_error:
                 self._answer(link.key, e, "", e.header)
             return
-        if header.cause and self._waiting and self._resolve(link.key, header.cause, message):
+        received = Received(link.key, header, message, raw)
+        if header.cause and self._waiting and self._resolve(received):
             return
         try:
-            self._on_message(Received(link.key, header, message, raw))
+            self._on_message(received)
         except PdError as e:
             if not isinstance(message, Error):
                 self._answer(link.key, e, message.KIND, header)
         except Exception as e:
             self._fail(e)
 
-    def _resolve(self, link: str, cause: int, message: Message) -> bool:
-        waiting = self._waiting.get((link, cause))
-        if waiting is None or not isinstance(message, (*waiting[0], Error)):
+    def _resolve(self, received: Received) -> bool:
+        """Hand an awaited answer to who waits for it."""
+        reply_types, future = self._waiting.get((received.link, received.header.cause), ((), None))
+        message = received.message
+        if future is None or not isinstance(message, (*reply_types, Error)):
             return False
-        future = waiting[1]
         if not future.done():
             if isinstance(message, Error):
                 future.set_exception(exception_of(message))
             else:
-                future.set_result(message)
+                future.set_result(received)
         return True
 
     def _answer(self, link: str, problem: PdError, kind: str, asked: Header | None) -> None:

@@ -30,7 +30,9 @@ class RemoteProtocolError(PdError):
 class RequestError(PdError):
     """The request itself is at fault (HTTP 400). `param` names the field, `code` is machine readable."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request", status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_request", status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code

@@ -1,0 +1,318 @@
+"""The client SDK: ask a node for text, its status, its events. Needs neither torch nor NIXL nor HTTP.
+
+async with Client("tcp://127.0.0.1:7400") as client:
+    async for token in client.generate("Once upon a time", max_tokens=32):
+        print(token.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from .endpoint import Endpoint, Received
+from .errors import Broken, Closed, DeadlineExceeded, RequestError
+from .generation import CREDIT_TOKENS, Generation, Prompt, generate_message, sampling_of
+from .messages import (
+    Cancel,
+    Cancelled,
+    Connect,
+    ConnectReply,
+    Disconnect,
+    DisconnectReply,
+    Drain,
+    Error,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Ledger,
+    LedgerReply,
+    Message,
+    Outcome,
+    Refused,
+    Sampling,
+    StalePeer,
+    Status,
+    StatusReply,
+    Token,
+    Welcome,
+)
+from .ports import parse_address
+from .subscription import Subscription
+
+__all__ = ["Client", "Generation", "Node", "Subscription"]
+
+M = TypeVar("M", bound=Message)
+
+HEARTBEAT_S = 1.0  # how often a silent node is asked whether it is there, while a generation is live
+SILENCE_S = 5.0  # after which it counts as gone, like a dead peer among nodes
+
+
+class Node(NamedTuple):
+    """The node that answered, in the life that answered."""
+
+    link: str
+    name: str
+    incarnation: bytes
+    hello: Hello
+
+
+class Client:
+    """One connection to one node; any number of generations share it. Use it on one event loop, within `async with`.
+
+    Raises DeadlineExceeded or Broken naming the address when nobody answers there, and what the node's `error`
+    answers stand for: RequestError, Overloaded and so on. A node that was restarted is greeted anew by the next call.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 5.0, credit: int = CREDIT_TOKENS) -> None:
+        self.address = str(parse_address(address, "address")) if not address.startswith("ipc://") else address
+        self.timeout_s = timeout_s
+        self._credit = credit
+        self._endpoint: Endpoint | None = None
+        self._node: Node | None = None
+        self._greeting = asyncio.Lock()
+        self._live: dict[str, Generation] = {}
+        self._generations = 0
+        self._heard_s = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Client:
+        self._endpoint = self._new_endpoint()
+        try:
+            await self.node()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every generation (the node is told) and the connection."""
+        if self._endpoint is None:
+            return
+        for generation in list(self._live.values()):
+            self._send_cancel(generation)
+        self._drop_node(Closed("the client was closed"), linger_ms=100)
+        self._endpoint.close(linger_ms=100)
+        self._endpoint = None
+
+    async def node(self) -> Node:
+        """The node at the other end, greeted if it has not been."""
+        async with self._greeting:
+            if self._node is None:
+                self._node = await self._greet()
+            return self._node
+
+    # ------------------------------------------------------------ generate
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        sampling: Sampling | None = None,
+        deadline_ms: int = 300_000,
+        **options: Any,
+    ) -> Generation:
+        """Start a generation: text, chat messages or token ids. `options` are fields of Sampling, instead of it.
+
+        It starts at once. Iterate over it for its messages.Token; see Generation. Raises RequestError for what no
+        node would take.
+        """
+        self._generations += 1
+        message = generate_message(
+            f"{self._generations}", prompt, model, sampling_of(sampling, options), deadline_ms, self._credit
+        )
+        generation = Generation(self, message)
+        self._live[message.client_id] = generation
+        if self._node is not None:
+            self.submit(generation, self._node)
+        return generation
+
+    def submit(self, generation: Generation, node: Node) -> None:
+        """For Generation: send what it asks."""
+        generation.submitted = self._send(node, generation.message)
+        if not generation.submitted:
+            generation.fail(Broken(f"{self.address} does not take messages any more"))
+        elif self._watch is None:
+            self._heard_s = time.monotonic()
+            self._watch = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._look, time.monotonic() + HEARTBEAT_S)
+
+    def tell(self, message: Message) -> None:
+        """For Generation: credit and cancel, to the node that runs it."""
+        if self._node is not None:
+            self._send(self._node, message)
+
+    def forget(self, generation: Generation) -> None:
+        """For Generation: it has ended."""
+        self._live.pop(generation.client_id, None)
+
+    # ------------------------------------------------------------ tools
+
+    async def status(self) -> dict[str, Any]:
+        """What the node says of itself, its peers, requests and blocks (docs/operating.md)."""
+        return (await self._ask(Status(), StatusReply)).status
+
+    async def ledger(self) -> LedgerReply:
+        """Every block and lease accounted for."""
+        return await self._ask(Ledger(), LedgerReply)
+
+    async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
+        """Ask the node to join these bus addresses: one outcome each. Waits as long as its handshakes may take."""
+        return (await self._ask(Connect(addresses=tuple(addresses)), ConnectReply, 2 * self.timeout_s)).outcomes
+
+    async def disconnect(self, targets: Sequence[str], *, timeout_s: float = 130.0) -> tuple[Outcome, ...]:
+        """Ask the node to remove these members (name or address), each after its last lease: one outcome each."""
+        return (await self._ask(Disconnect(targets=tuple(targets)), DisconnectReply, timeout_s)).outcomes
+
+    async def drain(self) -> None:
+        """Ask the node to drain: to take nothing new, let what runs end, and stop."""
+        node = await self.node()
+        if not self._send(node, Drain()):
+            raise Broken(f"{self.address} does not take messages any more")
+
+    def subscribe(self, topics: Sequence[str] = ("",)) -> Subscription:
+        """Follow events whose topic begins with one of `topics` (`<group>@<node>`, '' for all).
+
+        `async with client.subscribe(["node.load"]) as events: async for published in events: ...`
+        """
+        return Subscription(self, topics)
+
+    async def ask_any(self, message: Message, reply_type: type[M]) -> tuple[bytes, M]:
+        """For Subscription: an answer, and the incarnation that gave it."""
+        node = await self.node()
+        received = await self._open().ask(
+            node.link, message, (reply_type,), self.timeout_s, to=node.name, to_inc=node.incarnation
+        )
+        assert isinstance(received.message, reply_type)
+        return received.header.from_inc, received.message
+
+    async def _ask(self, message: Message, reply_type: type[M], timeout_s: float | None = None) -> M:
+        node = await self.node()
+        try:
+            return await self._open().request(
+                node.link, message, reply_type, timeout_s or self.timeout_s, to=node.name, to_inc=node.incarnation
+            )
+        except DeadlineExceeded as e:
+            self._forget_silent(node)
+            raise DeadlineExceeded(f"{self.address}: {e}") from None
+
+    # ------------------------------------------------------------ the connection
+
+    def _new_endpoint(self) -> Endpoint:
+        incarnation = os.urandom(16)
+        return Endpoint(
+            f"client-{incarnation[:4].hex()}", incarnation, self._on_message, on_link_lost=self._on_link_lost
+        )
+
+    def _open(self) -> Endpoint:
+        if self._endpoint is None:
+            raise Closed("the client is not open: use it within `async with`")
+        return self._endpoint
+
+    async def _greet(self) -> Node:
+        endpoint = self._open()
+        link = endpoint.connect(self.address)
+        try:
+            received = await endpoint.ask(link, Hello(role="tool"), (Welcome, Refused), self.timeout_s)
+        except DeadlineExceeded:
+            endpoint.close_link(link)
+            problem = f"no node answered at {self.address} within {self.timeout_s:g} s: is one listening there?"
+            raise DeadlineExceeded(problem) from None
+        except BaseException:
+            endpoint.close_link(link)
+            raise
+        if isinstance(received.message, Welcome):
+            return Node(link, received.header.from_, received.header.from_inc, received.message.hello)
+        assert isinstance(received.message, Refused)
+        endpoint.close_link(link)
+        raise RequestError(f"{self.address} refused this client: {received.message.reason}", code="refused")
+
+    def _send(self, node: Node, message: Message) -> int:
+        return self._open().send(node.link, message, to=node.name, to_inc=node.incarnation)
+
+    def _send_cancel(self, generation: Generation) -> None:
+        if generation.submitted:
+            self.tell(Cancel(client_id=generation.client_id))
+
+    def _drop_node(self, problem: Exception, linger_ms: int = 0) -> None:
+        """This life of the node is lost to us: end what ran there, and greet anew at the next call."""
+        node, self._node = self._node, None
+        for generation in list(self._live.values()):
+            generation.fail(problem)
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if node is not None and self._endpoint is not None:
+            self._endpoint.close_link(node.link, linger_ms=linger_ms)
+
+    def _forget_silent(self, node: Node) -> None:
+        if node is self._node and not self._live:
+            self._drop_node(Broken(f"{self.address} was silent"))
+
+    # ------------------------------------------------------------ what comes
+
+    def _on_message(self, received: Received) -> None:
+        node = self._node
+        if node is None or received.link != node.link or received.header.from_inc != node.incarnation:
+            if isinstance(received.message, StalePeer) and node is not None and received.link == node.link:
+                self._drop_node(Broken(f"{node.name} at {self.address} was restarted"))
+            return
+        self._heard_s = time.monotonic()
+        match received.message:
+            case Token(client_id=client_id) | Finished(client_id=client_id) | Cancelled(client_id=client_id):
+                self._on_answer(client_id, received.message)
+            case Error() as error:
+                self._on_error(error, received.header.cause)
+            case Goodbye(reason=reason):
+                self._drop_node(Broken(f"{node.name} at {self.address} has left: {reason or 'no reason given'}"))
+            case StalePeer():
+                self._drop_node(Broken(f"{node.name} at {self.address} no longer knows this client"))
+
+    def _on_answer(self, client_id: str, message: Message) -> None:
+        generation = self._live.get(client_id)
+        if generation is not None:
+            generation.hear(message)
+        elif isinstance(message, Token):
+            self.tell(Cancel(client_id=client_id))  # nobody reads it any more
+
+    def _on_error(self, error: Error, cause: int) -> None:
+        generation = self._live.get(error.client_id)
+        for candidate in self._live.values() if generation is None and cause else ():
+            if candidate.submitted == cause:
+                generation = candidate
+        if generation is not None:
+            generation.hear(error)
+
+    # ------------------------------------------------------------ is it still there?
+
+    def _on_link_lost(self, link: str) -> None:
+        node = self._node
+        if node is None or link != node.link:
+            return
+        if self._live:
+            self._send(node, Heartbeat(reply=True))  # whoever comes back will tell who it is
+        else:
+            self._drop_node(Broken(f"the connection to {self.address} was cut"))
+
+    def _look(self, due_s: float) -> None:
+        """While generations are live: ask a silent node, give up one that stays silent."""
+        self._watch = None
+        if not self._live or self._node is None:
+            return
+        now_s = time.monotonic()
+        if now_s - due_s > HEARTBEAT_S:
+            self._heard_s = now_s  # it was us who paused
+        silent_s = now_s - self._heard_s
+        if silent_s > SILENCE_S:
+            self._drop_node(Broken(f"{self._node.name} at {self.address} has been silent for {silent_s:.1f} s"))
+            return
+        if silent_s > HEARTBEAT_S / 2:
+            self._send(self._node, Heartbeat(reply=True))
+        self._watch = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._look, now_s + HEARTBEAT_S)
