@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.ports import is_free
 
@@ -236,8 +237,8 @@ async def _listens(address: str) -> bool:
 
 async def is_ready(node: NodeProcess) -> bool:
     """Whether its bus says so, every link that it was told to make is up, and its HTTP answers."""
-    from pdbus.bus.client import Client
-
+    if not await _listens(node.address):
+        return False
     try:
         async with asyncio.timeout(5), Client(node.address) as client:
             status = await client.status()

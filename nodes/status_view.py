@@ -1,0 +1,136 @@
+"""What a node says of itself, for people and as JSON; and the two things a tool may ask of it: join, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from pdbus.bus.client import Client
+
+from .tables import pairs, print_json, table
+
+WATCH_S = 1.0
+EXIT_UNCLEAN = 1
+PEERS = ("name", "role", "state", "draining", "leases", "fetches", "address", "detail")
+REQUESTS = ("request", "state", "age_ms", "prompt_tokens", "cached_tokens", "generated", "attempts", "prefill_node")
+
+Status = Mapping[str, Any]
+
+
+def show_status(address: str, *, ledger: bool, as_json: bool, watch: bool) -> int:
+    """Prints it, again every second with `watch`. 1 when a ledger that was asked for is not clean."""
+    return asyncio.run(_show(address, ledger, as_json, watch))
+
+
+async def _show(address: str, ledger: bool, as_json: bool, watch: bool) -> int:
+    async with Client(address) as client:
+        read = _ledger if ledger else _status
+        if not watch:
+            said = await read(client)
+            print_json(said) if as_json else Console().print(_view(said, ledger))
+            return EXIT_UNCLEAN if ledger and not said["clean"] else 0
+        await (_watch_json(client, read) if as_json else _watch(client, read, ledger))
+    return 0
+
+
+async def _status(client: Client) -> dict[str, Any]:
+    return await client.status()
+
+
+async def _ledger(client: Client) -> dict[str, Any]:
+    reply = await client.ledger()
+    return {"clean": reply.clean, **reply.ledger}
+
+
+async def _watch(client: Client, read: Any, ledger: bool) -> None:
+    with Live(_view(await read(client), ledger), auto_refresh=False) as live:
+        while True:
+            live.update(_view(await read(client), ledger), refresh=True)
+            await asyncio.sleep(WATCH_S)
+
+
+async def _watch_json(client: Client, read: Any) -> None:
+    while True:
+        print_json(await read(client))
+        await asyncio.sleep(WATCH_S)
+
+
+def _view(said: Status, ledger: bool) -> RenderableType:
+    return ledger_view(said) if ledger else status_view(said)
+
+
+def status_view(said: Status) -> RenderableType:
+    """The node in a line, then its blocks, peers, leases and requests; what there is none of is left out."""
+    parts: list[RenderableType] = [_headline(said), pairs(_facts(said))]
+    for name, columns in (("peers", PEERS), ("leases", ()), ("reads", ()), ("requests", REQUESTS)):
+        rows = said.get(name)
+        if isinstance(rows, Sequence) and rows and not isinstance(rows, str):
+            parts += [Text(f"\n{name}", style="bold"), table([_brief(row) for row in rows], columns)]
+    return Group(*parts)
+
+
+def _headline(said: Status) -> Text:
+    ready = Text("ready", style="green")
+    if not said.get("ready"):
+        ready = Text("not ready: " + "; ".join(said.get("not_ready") or ["it does not say why"]), style="red")
+    name = (str(said.get("name", "?")), "bold")
+    return Text.assemble(name, f" ({said.get('role', '?')}) ", ready)
+
+
+def _facts(said: Status) -> dict[str, Any]:
+    facts = {key: said[key] for key in ("model", "engine", "address", "http", "epoch") if said.get(key)}
+    blocks = (said.get("ledger") or {}).get("blocks")
+    return {**facts, **({"blocks": blocks_line(blocks)} if blocks else {})}
+
+
+def _brief(row: Status) -> dict[str, Any]:
+    """A request id as far as `pd-replay show` needs it."""
+    return {key: value[:12] if key == "request" and isinstance(value, str) else value for key, value in row.items()}
+
+
+def blocks_line(blocks: Status) -> str:
+    """`512: 500 free, 12 cached, 0 in use, 0 quarantined`."""
+    parts = (f"{blocks.get(key, 0)} {key.replace('_', ' ')}" for key in ("free", "cached", "in_use", "quarantined"))
+    return f"{blocks.get('total', 0)}: {', '.join(parts)}"
+
+
+def ledger_view(said: Status) -> RenderableType:
+    """Whether everything is accounted for, and what is not."""
+    verdict = Text("clean: every block is free or cached", style="green")
+    if not said.get("clean"):
+        verdict = Text("not clean", style="red")
+    counts = {key: value for key, value in said.items() if key not in ("clean", "blocks")}
+    return Group(verdict, pairs({"blocks": blocks_line(said.get("blocks") or {}), **counts}))
+
+
+def connect_nodes(node: str, members: Sequence[str]) -> int:
+    """Asks `node` to join, prints one line for each member. 1 when one of them could not be joined."""
+    return asyncio.run(_connect(node, members))
+
+
+async def _connect(node: str, members: Sequence[str]) -> int:
+    async with Client(node) as client:
+        outcomes = await client.connect(members)
+    for outcome in outcomes:
+        said = "[green]joined[/green]" if outcome.ok else "[red]not joined[/red]"
+        Console().print(f"{escape(outcome.target)}  {said}  {escape(outcome.detail)}".rstrip())
+    return int(not all(outcome.ok for outcome in outcomes))
+
+
+def drain_node(address: str) -> int:
+    """Asks it to drain; it ends when its last lease and request have."""
+    asyncio.run(_drain(address))
+    print(f"{address} drains", file=sys.stderr)
+    return 0
+
+
+async def _drain(address: str) -> None:
+    async with Client(address) as client:
+        await client.drain()
