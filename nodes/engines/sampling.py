@@ -16,6 +16,7 @@ from pdbus.bus.messages import Sampling, TokenLogprob
 
 CANDIDATES = 256  # best tokens looked at first; more only if they do not hold enough probability
 GROWTH = 16
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow
 _MASK = (1 << 64) - 1
 
 
@@ -43,7 +44,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> lis
     best = allowed.argmax(-1).tolist()
     drawn = []
     for row, draw in enumerate(draws):
-        token = best[row] if draw.sampling.temperature == 0 else _choose(allowed[row], draw)
+        token = best[row] if draw.sampling.temperature < GREEDY_BELOW else _choose(allowed[row], draw)
         drawn.append(Drawn(token, _logprob(logits[row], token, draw.sampling.logprobs)))
     return drawn
 

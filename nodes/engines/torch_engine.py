@@ -149,8 +149,10 @@ class TorchEngine:
 
     def _table(self, row: StepRow) -> array[int]:
         known = self._sequence(row.seq).blocks
-        new = unpack_u32(row.new_blocks)
-        return array("q", new) if row.reset else known + array("q", new)
+        if not row.new_blocks and not row.reset:
+            return known
+        new = array("q", unpack_u32(row.new_blocks))
+        return new if row.reset else known + new  # never in place: the last step's arrays look into `known`
 
     def _check_row(self, row: StepRow, table: array[int]) -> None:
         known, end = len(self._sequences[row.seq].tokens), row.start + row.count

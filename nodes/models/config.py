@@ -64,6 +64,8 @@ def resolve_model(name_or_path: str) -> ResolvedModel:
     folder = _find_folder(name_or_path)
     config = read_config(folder)
     check_tensors(config, open_checkpoint(folder))
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError("--model", f"{folder} has no tokenizer.json")
     return ResolvedModel(folder=str(folder), name=_served_name(name_or_path), config=config)
 
 
