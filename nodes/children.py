@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,7 +16,14 @@ from pdbus.connector.channel import ControlChannel, endpoint_in
 from pdbus.connector.ipc import MoverArgs, WorkerArgs
 from pdbus.connector.process import Child, Exit, spawn
 
+from .config import NodeConfig
+from .http.listening import HttpArgs, listen
+
+HTTP_MODULE = "pdbus.nodes.http.server"
+HTTP_RESTART_S = 0.5
 STOP_WAIT_S = 3.0  # from the stop message to SIGTERM: a step or a read may be under way
+
+log = logging.getLogger("pdbus")
 
 Received = TypeVar("Received", bound=Declared)
 
@@ -44,6 +54,7 @@ class Managed(Generic[Received]):
         self._on_exit = on_exit
         self._threads = threads
         self._lives = 0
+        self._heard = False  # this life has said its first word
         self._child: Child | None = None
         self._channel: ControlChannel[Received] | None = None
 
@@ -55,7 +66,8 @@ class Managed(Generic[Received]):
         """Spawn it, with some of its arguments changed, on a fresh endpoint: no life hears what the last was told."""
         self._lives += 1
         endpoint = endpoint_in(self._directory, f"{self._module.rpartition('.')[2]}-{self._lives}")
-        self._channel = ControlChannel(self._context, endpoint, self._receives, self._on_message)
+        self._heard = False
+        self._channel = ControlChannel(self._context, endpoint, self._receives, self._hear)
         args = replace(self._args, endpoint=endpoint, **changes)
         self._child = await spawn(self._module, args, threads=self._threads, on_exit=self._reaped)
 
@@ -65,16 +77,50 @@ class Managed(Generic[Received]):
             await self._channel.run()
 
     def send(self, message: Declared) -> None:
-        """Dropped when it does not run: a new life is told everything again."""
-        if self._channel is not None:
+        """Dropped until it has said that it is ready: a new life is told everything then."""
+        if self._channel is not None and self._heard:
             self._channel.send(message)
 
     async def stop(self) -> None:
         if self._child is not None:
             await self._child.stop(lambda: self.send(self._stop), STOP_WAIT_S)
 
+    def _hear(self, message: Received) -> None:
+        self._heard = True
+        self._on_message(message)
+
     def _reaped(self, ended: Exit) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         self._on_exit(ended)
+
+
+class HttpServer:
+    """The HTTP process: bound here, so that a taken port is our error; connections wait while a successor starts."""
+
+    def __init__(self, config: NodeConfig, bus: str) -> None:
+        """Raises ConfigError naming --http-port or --http-host."""
+        self._bus = bus
+        self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
+        host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._child: Child | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        fd = self._socket.fileno()
+        args = HttpArgs(bus=self._bus, fd=fd, url=self.url, parent=os.getpid())
+        self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._child is not None:
+            await self._child.stop(lambda: None, 0)
+        self._socket.close()
+
+    def _reaped(self, ended: Exit) -> None:
+        if not self._stopping:
+            log.error("HTTP: %s", ended)
+            loop = asyncio.get_running_loop()
+            self._restart = loop.call_later(HTTP_RESTART_S, lambda: loop.create_task(self.start()))

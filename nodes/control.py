@@ -27,6 +27,7 @@ from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Agent, FirstToken, Hello, PrefillRequest, TryId
+from pdbus.bus.publisher import Publisher
 from pdbus.bus.recorder import Recorder
 from pdbus.bus.wire import decode, encode, pack_u32, unpack_u32
 from pdbus.connector import ipc
@@ -36,7 +37,8 @@ from pdbus.connector.process import Exit
 from pdbus.connector.slab import Slab
 
 from . import events as ev
-from .children import Managed
+from .binding import bind_bus
+from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
@@ -80,7 +82,6 @@ class Control:
         self.setup = setup
         self.incarnation = secrets.token_bytes(16)
         self.pid = os.getpid()
-        self.http = ""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._queue: deque[ev.NodeEvent] = deque()
@@ -96,7 +97,9 @@ class Control:
         self._recorder = Recorder(Path(config.record), config.name, self.incarnation) if config.record else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
-        self.address = self._bind()
+        self.publisher = Publisher(config.name, self.incarnation, context=self._context)
+        self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
+        self._http = HttpServer(config, self.address) if config.http_port else None
         self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self.worker: Managed[ipc.FromWorker] = Managed(
@@ -135,19 +138,23 @@ class Control:
             self._loop.add_signal_handler(number, self._on_signal)
         await self.worker.start()
         await self.mover.start(agent_name=self._agent_name(1))
-        log.info("bus %s, model %s, %d KV blocks", self.address, self.setup.model, self.setup.blocks)
+        if self._http is not None:
+            await self._http.start()
+        log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
+        log.info("model %s, %d KV blocks of %d tokens", self.setup.model, self.setup.blocks, self.config.block_size)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         serving = self._loop.create_task(self.endpoint.serve())
-        serving.add_done_callback(lambda t: self.fail(t.exception()))
+        serving.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
         return await self._ended
 
     async def close(self) -> None:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(self.worker.stop(), self.mover.stop())
+        await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
+        self.publisher.close()
         self.endpoint.close(linger_ms=FLUSH_MS)
         self._context.term()
         if self._recorder is not None:
@@ -166,6 +173,10 @@ class Control:
         self._signals += 1
         log.info("draining" if self._signals == 1 else "ending now")
         self.post(ev.DrainAsked() if self._signals == 1 else ev.LeaveAsked())
+
+    @property
+    def http(self) -> str:
+        return self._http.url if self._http is not None else ""
 
     # ------------------------------------------------------------ the loop
 
@@ -434,14 +445,11 @@ class Control:
     # ------------------------------------------------------------ the rest
 
     def _publish(self, e: ev.Publish) -> None:
-        pass
+        self.publisher.publish(e.topic, e.event, e.data)
 
     def _drained(self, e: ev.Drained) -> None:
         log.info("drained")
         self.end(0)
-
-    def _bind(self) -> str:
-        return self.endpoint.bind(self.config.listen)
 
     def _core_config(self) -> CoreConfig:
         c, s = self.config, self.setup
@@ -464,6 +472,8 @@ class Control:
         hello = Hello(
             role=c.role,
             address=self.address,
+            http=self.http,
+            events=self.events,
             version=__version__,
             epoch=1,
             geometry=s.geometry,

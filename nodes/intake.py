@@ -358,7 +358,10 @@ class Intake:
     # ------------------------------------------------------------ probes
 
     async def _alive(self, what: str) -> bool:
-        """A round trip through the worker or the mover."""
+        """A round trip through the worker or the mover; False at once when it is not up."""
+        core = self._control.core
+        if not (core.worker_up if what == "worker" else core.mover_up):
+            return False
         self._probe += 1
         key = (what, self._probe)
         answered = self._probes[key] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from pdbus.bus.wire import Declared
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
-DEMO_NAME = "smollm2-135m"
+DEMO_NAME = "smollm2-135m-instruct"
 
 
 class RopeConfig(Declared):

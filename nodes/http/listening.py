@@ -1,0 +1,44 @@
+"""The listening socket that a node binds and its HTTP process inherits. Light: control imports it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.wire import Declared
+
+BACKLOG = 2048
+PORTS_TRIED_MAX = 100
+
+
+class HttpArgs(Declared):
+    """Everything the process needs, handed over as one JSON string at spawn."""
+
+    bus: str  # the node's bus address
+    fd: int  # the listening socket, inherited
+    url: str = ""  # how others reach that socket: http://host:port
+    parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
+
+
+def listen(host: str, port: int, *, search: bool = False) -> socket.socket:
+    """A listening socket for the process to inherit; port 0 is any. With `search` (a default port) the next free one is
+    taken instead of a taken one. Raises ConfigError naming --http-port, or --http-host when that cannot be bound."""
+    host = host.strip("[]")
+    last = port + PORTS_TRIED_MAX if search and port else port
+    for candidate in range(port, min(last, 65_535) + 1):
+        try:
+            return socket.create_server((host, candidate), family=_family(host), backlog=BACKLOG)
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE:
+                setting = "--http-port" if e.errno == errno.EACCES else "--http-host"
+                raise ConfigError(setting, f"cannot listen on {host}:{candidate}: {e.strerror or e}") from None
+        except OverflowError:
+            break
+    if not 0 <= port <= 65_535:
+        raise ConfigError("--http-port", f"must be between 0 and 65535, got {port}")
+    raise ConfigError("--http-port", f"{host}:{port} is taken; choose another port, or 0 for any free one")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
