@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from pdbus.bus.errors import ConfigError, PdError, RequestError
+from pdbus.bus.ports import parse_address
 
 from .config import SETTINGS, load
 from .options import AsJson, ConfigFile, takes_settings
@@ -26,7 +27,18 @@ EXIT_INTERRUPTED = 130
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or the copy of click inside typer
 
 NODE_ADDRESS = "tcp://127.0.0.1:7400"
-Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Bus address of a node.", envvar="PD_ADDRESS")]
+
+
+def _address(text: str | list[str]) -> str | list[str]:
+    for address in [text] if isinstance(text, str) else text:
+        parse_address(address, "ADDRESS")
+    return text
+
+
+Address = Annotated[
+    str,
+    typer.Argument(metavar="ADDRESS", help="Bus address of a node.", envvar="PD_ADDRESS", callback=_address),
+]
 
 
 def _app(help: str) -> typer.Typer:
@@ -101,8 +113,12 @@ def status(
 
 @app.command()
 def connect(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="Bus address of the node that is to join.")],
-    members: Annotated[list[str], typer.Argument(metavar="MEMBER...", help="Bus addresses that it is to join.")],
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="Bus address of the node that is to join.", callback=_address)
+    ],
+    members: Annotated[
+        list[str], typer.Argument(metavar="MEMBER...", help="Bus addresses that it is to join.", callback=_address)
+    ],
 ) -> None:
     """Make a node join others."""
     from .status_view import connect_nodes
@@ -111,7 +127,7 @@ def connect(
 
 
 @app.command()
-def drain(address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Bus address of a node.")]) -> None:
+def drain(address: Address) -> None:
     """Stop a node from admitting requests; it ends when its leases have."""
     from .status_view import drain_node
 

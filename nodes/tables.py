@@ -52,7 +52,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
     grid = Table(box=None, header_style="dim", pad_edge=False)
     for name in columns or tuple(rows[0]):
         numeric = all(isinstance(row.get(name, 0), int | float) for row in rows)
-        grid.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        grid.add_column(name, justify="right" if numeric else "left", no_wrap=name != "detail", overflow="fold")
     for row in rows:
         grid.add_row(*(escape(show(row.get(name, ""), name)) for name in columns or tuple(rows[0])))
     return grid

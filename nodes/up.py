@@ -65,7 +65,7 @@ async def serve(cluster: Cluster, console: Console) -> int:
         try:
             if not await _unless(asked, cluster.start()):
                 return 0
-            console.print(welcome(cluster))
+            console.print(welcome(cluster), soft_wrap=True)
             return await _until_end(cluster, asked, console)
         except Broken as e:
             print(f"pd: {e}", file=sys.stderr)
