@@ -51,12 +51,14 @@ class FakeGeneration:
     def __init__(self, script: Sequence[Step], waiting: asyncio.Event) -> None:
         self._script = script
         self._waiting = waiting
+        self._failed = False
         self.finished: Finished | None = None
         self.cancelled = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         for step in self._script:
             if isinstance(step, Exception):
+                self._failed = True
                 raise step
             if isinstance(step, Finished):
                 self.finished = step
@@ -67,8 +69,12 @@ class FakeGeneration:
             else:
                 yield step
 
-    async def cancel(self) -> None:
-        self.cancelled.set()
+    async def __aenter__(self) -> FakeGeneration:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.finished is None and not self._failed:
+            self.cancelled.set()
 
 
 class FakeClient:

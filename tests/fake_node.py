@@ -43,6 +43,7 @@ class FakeNode:
         self.publisher = Publisher(name, self.incarnation)
         self.address = ""
         self.events = ""
+        self.status: dict[str, Any] = {"name": name}
         self.heard: list[Message] = []
         self.deaf = False  # takes everything, answers nothing: a frozen process
         self._on_generate = on_generate or answer_words(["hello", " world"])
@@ -93,7 +94,7 @@ class FakeNode:
             case Heartbeat(reply=True):
                 self.tell(received, Heartbeat())
             case Status():
-                self.tell(received, StatusReply(status={"name": self.name}))
+                self.tell(received, StatusReply(status=self.status))
             case Connect():
                 self.tell(received, ConnectReply(outcomes=tuple(Outcome(target=a, ok=True) for a in message.addresses)))
             case Generate():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
 
 from .answer import Chat, Completion
@@ -21,9 +22,6 @@ from .metrics import CONTENT_TYPE, HttpMetrics, Measured
 from .peers import Info, PrefillEndpoints
 from .schema import parse_chat, parse_completion
 from .stream import Generate
-
-if TYPE_CHECKING:
-    from pdbus.bus.client import Client
 
 STATUS_S = 5.0  # for the node to say how it is; longer than its own probes of worker and mover
 

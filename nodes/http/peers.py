@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pdbus.bus import wire
+from pdbus.bus.client import Client
 from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
 from pdbus.bus.wire import Declared
 
 from .errors import JSON
 from .stream import read_body
-
-if TYPE_CHECKING:
-    from pdbus.bus.client import Client
 
 INFO_S = 5.0  # for an endpoint to answer /pd/info
 INFO_BYTES_MAX = 64 << 10  # a stranger may answer anything

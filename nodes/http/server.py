@@ -1,13 +1,9 @@
 """The HTTP process of a node: `python -m pdbus.nodes.http.server '<HttpArgs as JSON>'`.
 
-The parent binds and listens (`listen`), so that a taken port is the parent's error, and passes the socket on (the
+The parent binds and listens (listening.py), so that a taken port is the parent's error, and passes the socket on (the
 child's pass_fds). Connections wait in the socket's backlog until uvicorn accepts them, also while a successor is
 started after a crash: readiness needs no message. The process ends with its parent, or on SIGTERM within about
 `GRACE_S`.
-
-    sock = listen(host, port)
-    args = HttpArgs(bus=address, fd=sock.fileno(), url=url, parent=os.getpid())
-    child = await spawn(MODULE, args, on_exit=on_exit, pass_fds=(sock.fileno(),))
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ import uvloop
 
 from pdbus.bus import wire
 from pdbus.bus.client import Client
+from pdbus.bus.errors import PdError
 from pdbus.connector.channel import end_with_parent
 
 from .app import create_app
 from .listening import BACKLOG, HttpArgs
 
-MODULE = "pdbus.nodes.http.server"
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
-CANCEL_S = 0.5  # for those that took longer to cancel their request at the node
+LAST_WORDS_S = 0.5  # for those that took longer to be told so
 KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, so that the client closes first
 
 
@@ -54,11 +50,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.server_state.tasks:  # uvicorn cancelled them and does not wait
-            await asyncio.wait(tuple(self.server_state.tasks), timeout=CANCEL_S)
+            await asyncio.wait(tuple(self.server_state.tasks), timeout=LAST_WORDS_S)
 
 
 async def serve(args: HttpArgs) -> None:
-    """Until SIGTERM."""
+    """Until SIGTERM. Closing the client cancels at the node what is still running. Raises what `Client` does when no
+    node answers."""
     async with Client(args.bus) as client:
         config = uvicorn.Config(
             create_app(client, http=args.url),
@@ -80,7 +77,11 @@ def main() -> int:
     end_with_parent()
     if args.parent and os.getppid() != args.parent:
         return 0
-    uvloop.run(serve(args))
+    try:
+        uvloop.run(serve(args))
+    except PdError as e:
+        print(f"http: {e}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pdbus.bus import wire
-from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.client import Client, Generation
+from pdbus.bus.errors import Closed, PdError, RequestError
 from pdbus.bus.messages import Token
 
 from .answer import Answer
@@ -25,13 +26,9 @@ from .errors import JSON, error_object, good_end
 from .metrics import HttpMetrics
 from .schema import Asked
 
-if TYPE_CHECKING:
-    from pdbus.bus.client import Client, Generation
-
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
 DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
 BODY_S = 60.0  # for a body to arrive
-CANCEL_S = 2.0  # for the node to answer a cancel; it cancels either way
 
 SSE_START = {
     "type": "http.response.start",
@@ -74,8 +71,7 @@ class Generate:
     async def _respond(
         self, asked: Asked, answer: Answer, started_s: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        running = self._client.generate(asked.prompt, model=asked.model, sampling=asked.sampling)
-        async with cancelled_unless_ended(running) as generation:
+        async with self._client.generate(asked.prompt, model=asked.model, sampling=asked.sampling) as generation:
             tokens = self._timed(aiter(generation), started_s)
             if asked.stream:
                 await _send_stream(answer, generation, tokens, send)
@@ -85,11 +81,14 @@ class Generate:
 
     async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
         first = True
-        async for token in tokens:
-            if first:
-                self._metrics.first_token(time.monotonic() - started_s)
-                first = False
-            yield token
+        try:
+            async for token in tokens:
+                if first:
+                    self._metrics.first_token(time.monotonic() - started_s)
+                    first = False
+                yield token
+        except asyncio.CancelledError:
+            raise Closed("the HTTP server was told to stop") from None  # if the client left, it will not see this
 
 
 async def _send_stream(answer: Answer, generation: Generation, tokens: AsyncIterator[Token], send: Send) -> None:
@@ -113,31 +112,20 @@ async def _send_events(send: Send, *events: dict[str, Any], end: bytes = b"") ->
     await send({"type": "http.response.body", "body": body + end, "more_body": True})
 
 
-@asynccontextmanager
-async def cancelled_unless_ended(generation: Generation) -> AsyncIterator[Generation]:
-    """Leaving by anything but the node's own end or refusal cancels the request there."""
-    try:
-        yield generation
-    except PdError:
-        raise
-    except BaseException:
-        with suppress(PdError, TimeoutError):
-            async with asyncio.timeout(CANCEL_S):
-                await generation.cancel()
-        raise
-
-
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it when the client has gone. Call once the body has been read."""
+    """Run `work` to its end; cancel it when the client has gone, or when uvicorn cancels us because the server ends.
+    Call once the body has been read."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
-    try:
+    with suppress(asyncio.CancelledError):
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
+    gone = leaving.done()
+    leaving.cancel()
+    if not working.done():
+        working.cancel()
+        await asyncio.wait((working,))
+        if gone:
+            return  # nobody reads what became of it
     if not working.cancelled():
         working.result()
 

@@ -343,17 +343,22 @@ def test_a_good_end_cancels_nothing() -> None:
     assert not client.generations[0].cancelled.is_set()
 
 
-def test_a_server_that_ends_cancels_at_the_node() -> None:
-    """uvicorn cancels the tasks that outlast its grace."""
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("before", [(), (token(0, "a"),)], ids=["before the first token", "after it"])
+def test_a_server_that_ends_tells_client_and_node(stream: bool, before: tuple[Any, ...]) -> None:
+    """uvicorn cancels the tasks that outlast its grace. A stream that has begun ends in an error event."""
 
     async def scene() -> None:
-        client = FakeClient([asyncio.Event(), finished()])
-        task = asyncio.ensure_future(LeavingClient(client, PROMPT).run())
+        client = FakeClient([*before, asyncio.Event(), finished()])
+        web = LeavingClient(client, {**PROMPT, "stream": stream})
+        task = asyncio.ensure_future(web.run())
         await client.waiting.wait()
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await task
         assert client.generations[0].cancelled.is_set()
+        assert web.sent[0]["status"] == (200 if stream and before else 503)
+        body = b"".join(message.get("body", b"") for message in web.sent)
+        assert b"told to stop" in body and b"[DONE]" not in body
 
     asyncio.run(scene())
 
