@@ -21,7 +21,9 @@ from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.ports import is_free
 
+from .config import SETTINGS
 from .node_process import NodeProcess, OnLine
+from .values import switch
 
 NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes")
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
@@ -196,11 +198,12 @@ def _last_words(node: NodeProcess) -> str:
 
 def command_line(settings: Options) -> list[str]:
     """Settings as options of `pd-node`."""
+    switches = {setting.name for setting in SETTINGS if setting.is_switch}
     words: list[str] = []
     for name, value in settings.items():
         option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+        if name in switches:
+            words.append(f"--{option}" if switch(str(value)) else f"--no-{option}")
         else:
             words += [f"--{option}", str(value)]
     return words
