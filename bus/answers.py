@@ -49,8 +49,8 @@ def exception_of(error: Error) -> PdError:
             return Overloaded(error.message, retry_after_ms=error.retry_after_ms)
         case "deadline":
             return DeadlineExceeded(error.message)
-        case "broken":
+        case "broken" | "engine":
             return Broken(error.message)
-        case "closed":
+        case "closed" | "shutdown" | "draining":
             return Closed(error.message)
     return RequestError(error.message, param=error.field or None, code=error.code)

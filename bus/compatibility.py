@@ -27,6 +27,10 @@ def differences(yours: Hello, mine: Hello) -> tuple[Difference, ...]:
     return tuple(f for f in fields if f[1] != f[2])
 
 
+def describe(fields: tuple[Difference, ...]) -> str:
+    return "cannot share KV: " + ", ".join(f"{name} {one} against {other}" for name, one, other in fields)
+
+
 def _serves(prefill: Hello, decode: Hello) -> bool:
     return prefill.role in PREFILL_ROLES and decode.role in DECODE_ROLES
 

@@ -24,6 +24,7 @@ from .answers import error_of, exception_of
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError
 from .frames import Unreadable, pack, unpack
 from .messages import Error, Message
+from .ports import parse_address
 from .pump import Pump
 from .wire import FRAME_BYTES_MAX, FRAMES_MAX, Header
 
@@ -33,6 +34,7 @@ SOCKETS_MAX = 8192  # of one context; each link takes two, one of them its monit
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 5000  # ZeroMQ's own back-off; it jitters
 HANDSHAKE_MS = 5000  # a connection that says nothing of ZMTP in this time is closed
 BACKLOG = 1024
+LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
 
 M = TypeVar("M", bound=Message)
 
@@ -118,7 +120,7 @@ class Endpoint:
         """Listen on `address` (port 0: any free one) and return the real one. Raises ConfigError naming `setting`."""
         if self._router is not None:
             raise ConfigError(setting, "this endpoint is bound already")
-        socket = self._socket(zmq.ROUTER, address)
+        socket = self._socket(zmq.ROUTER, address, setting)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.BACKLOG, BACKLOG)
@@ -137,7 +139,7 @@ class Endpoint:
         """
         self._opened += 1
         key = f"out:{self._opened}"
-        socket = self._socket(zmq.DEALER, address)
+        socket = self._socket(zmq.DEALER, address, setting)
         socket.set(zmq.IDENTITY, b"pd" + self.incarnation + self._opened.to_bytes(4, "big"))
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
@@ -334,9 +336,11 @@ class Endpoint:
 
     # ------------------------------------------------------------ sockets
 
-    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, address: str, setting: str) -> zmq.Socket[bytes]:
         if self._closed:
             raise Closed("the endpoint is closed")
+        if not address.startswith(LOCAL):
+            parse_address(address, setting, port_zero=kind == zmq.ROUTER)
         socket = self._context.socket(kind)
         configure(socket, address)
         return socket

@@ -88,6 +88,11 @@ class Known:
         if not self.in_use(now_ns):
             self.use_since_ns = self.ping_ns = now_ns
 
+    def use_for(self, now_ns: int, period_ns: int) -> None:
+        """In use for so long at least, without an attempt."""
+        self.use(now_ns)
+        self.use_until_ns = max(self.use_until_ns, now_ns + period_ns)
+
     def forgive(self, now_ns: int) -> None:
         self.use_since_ns = now_ns
 
@@ -103,7 +108,9 @@ class Known:
         if self.busy or self.ping_ns < self.use_until_ns:
             limit = config.suspect_ns if self.state is UP else config.dead_ns
             deadlines += [self.ping_ns, self.silent_since_ns + limit]
-        return min(deadlines, default=None)
+        else:
+            deadlines.append(max(self.use_until_ns, self.last_heard_ns + config.idle_ns))
+        return min(deadlines)
 
     # ------------------------------------------------------------ for others to see
 

@@ -30,6 +30,7 @@ class MembershipConfig(Declared):
     suspect_ns: int = 3 * S
     dead_ns: int = 5 * S
     in_use_ns: int = 60 * S  # a link counts as in use for so long after its last live attempt
+    idle_ns: int = 60 * S  # a link so long without traffic is looked at for a moment, so that status tells the truth
     handshake_ns: int = 5 * S
     handshakes_max: int = 16
     backoff_ns: int = S // 20
@@ -63,7 +64,8 @@ class Peer(Declared):
     name: str  # '' while no one has answered at `address`
     incarnation: bytes = b""
     role: str = ""
-    address: str = ""
+    address: str = ""  # as it says itself
+    called_at: str = ""  # the address at which we call it, if we do
     http: str = ""
     link: str = ""  # where we ask it something; '' when there is none
     state: PeerState = PeerState.WAITING
@@ -311,3 +313,11 @@ class Rejected(MembershipEffect):
     event: str
     reason: str
     link: str = ""
+
+
+def closing(link: str, *, flush: bool = False) -> list[MembershipEffect]:
+    return [CloseLink(link=link, flush=flush)] if link else []
+
+
+def rejected(event: MembershipEvent, reason: str, link: str = "") -> Rejected:
+    return Rejected(event=type(event).__name__, reason=reason, link=link)

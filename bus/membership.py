@@ -19,130 +19,91 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .compatibility import DECODE_ROLES, PREFILL_ROLES, differences
+from . import members as ms
+from .compatibility import DECODE_ROLES, PREFILL_ROLES, describe, differences
 from .dials import Dial, Dials, DialState
-from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
-from .members import (
-    AgentReceived,
-    BusyChanged,
-    CloseLink,
-    DrainAsked,
-    DrainReceived,
-    DrainStarted,
-    GoodbyeReceived,
-    Heard,
-    HeartbeatReceived,
-    HelloReceived,
-    JoinAsked,
-    Leaving,
-    LinkFailed,
-    LinkLost,
-    LinkOpened,
-    MembershipConfig,
-    MembershipEffect,
-    MembershipEvent,
-    OpenLink,
-    OwnAgentChanged,
-    OwnLoadChanged,
-    Peer,
-    PeerAgent,
-    PeerDown,
-    PeerDraining,
-    PeerRemoved,
-    PeerState,
-    PeerUp,
-    RefusedReceived,
-    Rejected,
-    RemoveAsked,
-    SendOn,
-    StaleReceived,
-    Tick,
-    WelcomeReceived,
-)
+from .known import DEAD, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
 from .messages import Agent, Drain, Goodbye, Heartbeat, Hello, Member, Message, Refused, StalePeer, Welcome
+from .roster import Roster
 from .wire import Header, replace
 
-HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a hello
-NEVER_STALE = ("stale_peer", "error", "goodbye", "refused", "hello")  # no use in answering these with stale_peer
+NEVER_STALE = ("error", "goodbye", "refused", "welcome")  # no use in answering these with stale_peer
 
 
 class Membership:
-    """The machine. `handle` alone changes it; `next_deadline` says when a Tick is due (earlier does no harm)."""
+    """The machine. `handle` alone changes it; `next_deadline` says when a ms.Tick is due (earlier does no harm)."""
 
-    def __init__(self, config: MembershipConfig) -> None:
+    def __init__(self, config: ms.MembershipConfig) -> None:
         self._config = config
         self._hello = config.hello
-        self._peers: dict[str, Known] = {}
+        self._roster = Roster(config)
         self._dials = Dials(config)
-        self._retired: dict[bytes, int] = {}  # incarnation -> when, oldest first
-        self._turned_away: dict[str, Peer] = {}  # by name: who called and was refused
         self._agents: dict[int, Agent] = {}
         self._load = Heartbeat()
         self._draining = False
         self._leaving = False
-        self._handlers: dict[type[MembershipEvent], Callable[[Any, int], list[MembershipEffect]]] = {
-            JoinAsked: self._join,
-            RemoveAsked: self._remove,
-            LinkOpened: self._link_opened,
-            LinkFailed: self._link_failed,
-            LinkLost: self._link_lost,
-            Heard: self._heard,
-            HelloReceived: self._hello_received,
-            WelcomeReceived: self._welcome_received,
-            RefusedReceived: self._refused_received,
-            AgentReceived: self._agent_received,
-            HeartbeatReceived: self._heartbeat_received,
-            GoodbyeReceived: self._goodbye_received,
-            DrainReceived: self._drain_received,
-            StaleReceived: self._stale_received,
-            Tick: self._tick,
-            BusyChanged: self._busy_changed,
-            OwnAgentChanged: self._own_agent_changed,
-            OwnLoadChanged: self._own_load_changed,
-            DrainStarted: self._drain_started,
-            Leaving: self._leave,
+        self._handlers: dict[type[ms.MembershipEvent], Callable[[Any, int], list[ms.MembershipEffect]]] = {
+            ms.JoinAsked: self._join,
+            ms.RemoveAsked: self._remove,
+            ms.LinkOpened: self._link_opened,
+            ms.LinkFailed: self._link_failed,
+            ms.LinkLost: self._link_lost,
+            ms.Heard: self._heard,
+            ms.HelloReceived: self._hello_received,
+            ms.WelcomeReceived: self._welcome_received,
+            ms.RefusedReceived: self._refused_received,
+            ms.AgentReceived: self._agent_received,
+            ms.HeartbeatReceived: self._heartbeat_received,
+            ms.GoodbyeReceived: self._goodbye_received,
+            ms.DrainReceived: self._drain_received,
+            ms.StaleReceived: self._stale_received,
+            ms.Tick: self._tick,
+            ms.BusyChanged: self._busy_changed,
+            ms.OwnAgentChanged: self._own_agent_changed,
+            ms.OwnLoadChanged: self._own_load_changed,
+            ms.DrainStarted: self._drain_started,
+            ms.Leaving: self._leave,
         }
 
     # ------------------------------------------------------------ the doors
 
-    def handle(self, event: MembershipEvent, now_ns: int) -> list[MembershipEffect]:
-        effects = self._handlers[type(event)](event, now_ns)
-        if type(event) is not Heard and not self._leaving:
-            effects.extend(OpenLink(address=a) for a in self._dials.start_due(now_ns))
+    def handle(self, event: ms.MembershipEvent, now_ns: int) -> list[ms.MembershipEffect]:
+        effects = self._refused_as_stale(event)
+        if effects is None:
+            effects = self._handlers[type(event)](event, now_ns)
+        if type(event) is not ms.Heard and not self._leaving:
+            effects.extend(ms.OpenLink(address=a) for a in self._dials.start_due(now_ns))
         return effects
 
     def next_deadline(self) -> int | None:
-        deadlines = [p.deadline_ns(self._config) for p in self._peers.values()]
+        deadlines = [p.deadline_ns(self._config) for p in self._roster.all()]
         if not self._leaving:
             deadlines.append(self._dials.next_due_ns())
         return min((d for d in deadlines if d is not None), default=None)
 
     def accepts(self, header: Header, kind: str) -> bool:
         """Whether a message may be acted on: both incarnations are current, and a hello came first if it must."""
-        return self._stale(header, kind) is None
+        return not self._roster.stale(header, kind)
 
-    def peer(self, name: str) -> Peer | None:
-        known = self._peers.get(name)
+    def peer(self, name: str) -> ms.Peer | None:
+        known = self._roster.get(name)
         return known.record() if known else None
 
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[ms.Peer]:
         """Those that are up or suspect."""
-        return [p.record() for p in self._peers.values() if p.state in USABLE]
+        return [p.record() for p in self._roster.usable()]
 
-    def prefill_peers(self) -> list[Peer]:
+    def prefill_peers(self) -> list[ms.Peer]:
         """Those that a decode node may send a new prompt to: up, not draining, with a link."""
         return [
             p.record()
-            for p in self._peers.values()
+            for p in self._roster.all()
             if p.state is UP and not p.draining and p.link and p.hello.role in PREFILL_ROLES
         ]
 
-    def members(self) -> list[Peer]:
+    def members(self) -> list[ms.Peer]:
         """Everyone that we know or try to reach, whatever the state, with the reason; for people and tools."""
-        shown = [self._shown(p) for p in self._peers.values()]
-        named = {p.name for p in shown}
-        shown += [self._shown_dial(d) for d in self._dials.all() if d.name not in named]
-        return shown + [p for p in self._turned_away.values() if p.name not in named]
+        return self._roster.members(self._dials)
 
     @property
     def hello(self) -> Hello:
@@ -151,63 +112,62 @@ class Membership:
 
     # ------------------------------------------------------------ asked by people
 
-    def _join(self, event: JoinAsked, now_ns: int) -> list[MembershipEffect]:
+    def _join(self, event: ms.JoinAsked, now_ns: int) -> list[ms.MembershipEffect]:
         if event.address == self._hello.address:
-            return [_rejected(event, "this is the node itself")]
-        known = next((p for p in self._peers.values() if p.hello.address == event.address), None)
+            return [ms.rejected(event, "this is the node itself")]
+        dial = self._dials.at(event.address)
+        known = self._roster.get(dial.name if dial else "") or self._roster.at(event.address)
         if known is not None:
             known.move("asked")
-        dial = self._dials.at(event.address)
         if dial is not None:
-            return [] if self._dials.ask(dial, now_ns) else [_rejected(event, f"already {dial.state}")]
+            return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
         if self._dials.full():
-            return [_rejected(event, f"{self._config.addresses_max} addresses are being called already")]
+            return [ms.rejected(event, f"{self._config.addresses_max} addresses are being called already")]
         self._dials.add(event.address, "", now_ns)
         return []
 
-    def _remove(self, event: RemoveAsked, now_ns: int) -> list[MembershipEffect]:
+    def _remove(self, event: ms.RemoveAsked, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.at(event.target) or self._dials.named(event.target)
-        known = self._peers.get(event.target) or self._peers.get(dial.name if dial else "")
-        known = known or next((p for p in self._peers.values() if p.hello.address == event.target), None)
+        known = self._roster.get(dial.name if dial else event.target) or self._roster.at(event.target)
         if known is not None:
             if known.state in (REMOVING, REMOVED):
-                return [_rejected(event, f"already {known.state}")]
+                return [ms.rejected(event, f"already {known.state}")]
             known.move("remove", "removed")
             known.remove_ns = now_ns + self._config.removal_ns
             return self._removed(known) if known.state is REMOVED or not known.busy else []
         if dial is None or dial.state is DialState.REMOVED:
-            return [_rejected(event, f"no member {event.target}")]
-        closing = _close(dial.link)
+            return [ms.rejected(event, f"no member {event.target}")]
+        closing = ms.closing(dial.link)
         self._dials.remove(dial)
-        return [*closing, PeerRemoved(name=dial.name, address=dial.address)]
+        return [*closing, ms.PeerRemoved(name=dial.name, address=dial.address)]
 
-    def _removed(self, known: Known) -> list[MembershipEffect]:
+    def _removed(self, known: Known) -> list[ms.MembershipEffect]:
         """The last lease has ended, or was waited for long enough."""
-        effects: list[MembershipEffect] = []
+        effects: list[ms.MembershipEffect] = []
         if known.move("idle", "removed"):
-            effects = [self._send(known, known.link, Goodbye(reason="removed")), *_close(known.out, flush=True)]
-            effects.append(PeerDown(peer=known.record(), reason="removed", proven=False))
+            effects = [self._send(known, known.link, Goodbye(reason="removed")), *ms.closing(known.out, flush=True)]
+            effects.append(ms.PeerDown(peer=known.record(), reason="removed", proven=False))
         dial = self._dials.named(known.name) or self._dials.at(known.hello.address)
         if dial is not None:
-            effects += [] if dial.link == known.out else _close(dial.link)
+            effects += [] if dial.link == known.out else ms.closing(dial.link)
             self._dials.remove(dial)
         known.out = known.inn = ""
-        return [*effects, PeerRemoved(name=known.name, address=known.hello.address)]
+        return [*effects, ms.PeerRemoved(name=known.name, address=known.hello.address)]
 
-    def _drain_started(self, event: DrainStarted, now_ns: int) -> list[MembershipEffect]:
+    def _drain_started(self, event: ms.DrainStarted, now_ns: int) -> list[ms.MembershipEffect]:
         self._draining = True
-        return [self._send(p, p.link, Drain()) for p in self._usable()]
+        return [self._send(p, p.link, Drain()) for p in self._roster.usable()]
 
-    def _leave(self, event: Leaving, now_ns: int) -> list[MembershipEffect]:
+    def _leave(self, event: ms.Leaving, now_ns: int) -> list[ms.MembershipEffect]:
         self._leaving = True
-        return [self._send(p, p.link, Goodbye(reason=event.reason)) for p in self._usable()]
+        return [self._send(p, p.link, Goodbye(reason=event.reason)) for p in self._roster.usable()]
 
     # ------------------------------------------------------------ asked by the node
 
-    def _busy_changed(self, event: BusyChanged, now_ns: int) -> list[MembershipEffect]:
-        known = self._peers.get(event.peer)
+    def _busy_changed(self, event: ms.BusyChanged, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.peer)
         if known is None or known.busy == event.busy:
-            return [_rejected(event, "no such peer" if known is None else "no change")]
+            return [ms.rejected(event, "no such peer" if known is None else "no change")]
         if event.busy:
             known.use(now_ns)
         else:
@@ -215,16 +175,16 @@ class Membership:
         known.busy = event.busy
         return self._removed(known) if known.state is REMOVING and not event.busy else []
 
-    def _own_agent_changed(self, event: OwnAgentChanged, now_ns: int) -> list[MembershipEffect]:
+    def _own_agent_changed(self, event: ms.OwnAgentChanged, now_ns: int) -> list[ms.MembershipEffect]:
         if event.agent.epoch < self._hello.epoch:
-            return [_rejected(event, f"epoch {event.agent.epoch} is over, {self._hello.epoch} is current")]
+            return [ms.rejected(event, f"epoch {event.agent.epoch} is over, {self._hello.epoch} is current")]
         if event.agent.epoch > self._hello.epoch:
             self._agents.clear()
             self._hello = replace(self._hello, epoch=event.agent.epoch)
         self._agents[event.agent.rank] = event.agent
-        return [self._send(p, p.link, event.agent) for p in self._usable()]
+        return [self._send(p, p.link, event.agent) for p in self._roster.usable()]
 
-    def _own_load_changed(self, event: OwnLoadChanged, now_ns: int) -> list[MembershipEffect]:
+    def _own_load_changed(self, event: ms.OwnLoadChanged, now_ns: int) -> list[ms.MembershipEffect]:
         self._load = Heartbeat(
             waiting_prefill_tokens=event.waiting_prefill_tokens, running=event.running, free_blocks=event.free_blocks
         )
@@ -232,170 +192,140 @@ class Membership:
 
     # ------------------------------------------------------------ links
 
-    def _link_opened(self, event: LinkOpened, now_ns: int) -> list[MembershipEffect]:
+    def _link_opened(self, event: ms.LinkOpened, now_ns: int) -> list[ms.MembershipEffect]:
         if not self._dials.opened(event.address, event.link, now_ns):
-            return [*_close(event.link), _rejected(event, "no longer wanted")]
-        return [SendOn(link=event.link, kind=Hello.KIND, message=self._hello)]
+            return [*ms.closing(event.link), ms.rejected(event, "no longer wanted")]
+        return [ms.SendOn(link=event.link, kind=Hello.KIND, message=self._hello)]
 
-    def _link_failed(self, event: LinkFailed, now_ns: int) -> list[MembershipEffect]:
+    def _link_failed(self, event: ms.LinkFailed, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.at(event.address)
         if dial is None or dial.state is not DialState.OPENING:
-            return [_rejected(event, "not being opened")]
+            return [ms.rejected(event, "not being opened")]
         self._dials.fail(dial, event.problem, now_ns)
         return []
 
-    def _link_lost(self, event: LinkLost, now_ns: int) -> list[MembershipEffect]:
+    def _link_lost(self, event: ms.LinkLost, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.on(event.link)
         if dial is None:
-            return [_rejected(event, "unknown link", event.link)]
+            return [ms.rejected(event, "unknown link", event.link)]
         if dial.state is DialState.GREETING:
             self._dials.fail(dial, "the connection was cut during the handshake", now_ns)
-            return _close(event.link)
-        known = self._peers.get(dial.name)
+            return ms.closing(event.link)
+        known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
-            return [_rejected(event, "no live peer there", event.link)]
+            return [ms.rejected(event, "no live peer there", event.link)]
         known.move("cut", "the connection was cut")
-        known.use(now_ns)
-        known.use_until_ns = max(known.use_until_ns, now_ns + self._config.in_use_ns)
+        known.use_for(now_ns, self._config.in_use_ns)
         return []
 
     # ------------------------------------------------------------ hello, welcome, refused
 
-    def _hello_received(self, event: HelloReceived, now_ns: int) -> list[MembershipEffect]:
+    def _hello_received(self, event: ms.HelloReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message
-        if refusal := self._refusal(event, now_ns):
-            self._remember_refusal(header, hello, refusal)
-            return [self._answer(event.link, header, refusal), _rejected(event, refusal.reason, event.link)]
-        welcome = self._answer(event.link, header, Welcome(hello=self._hello, members=self._introduce(header.from_)))
+        if refusal := self._refuse(event, now_ns):
+            self._roster.turn_away(header, hello, refusal.reason)
+            return [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+        welcome = self._answer(
+            event.link, header, Welcome(hello=self._hello, members=self._roster.introduce(header.from_))
+        )
         if hello.geometry is None:
             return [welcome]
-        effects = self._greeted(header, hello, now_ns)
-        known = self._peers[header.from_]
+        known, effects = self._greeted(header, hello, now_ns)
         known.inn = event.link
         self._want(known, now_ns)
         return [*effects, welcome, *self._present(known, event.link), *self._announce(known)]
 
-    def _refusal(self, event: HelloReceived, now_ns: int) -> Refused | None:
-        header, hello = event.header, event.message
-        known = self._peers.get(header.from_)
+    def _refuse(self, event: ms.HelloReceived, now_ns: int) -> Refused | None:
         if self._leaving:
             return Refused(reason="this node is shutting down")
-        if reason := self._impossible(header, now_ns):
-            return Refused(reason=reason)
-        if hello.geometry is None:
-            return Refused(reason=f"the name {header.from_} is a node's") if known else None
-        if known is not None and known.state in (REMOVING, REMOVED):
-            return Refused(reason="removed here by an operator, until asked to join again")
-        if known is not None and known.incarnation != header.from_inc and event.link in (known.inn, known.out):
-            return Refused(reason="another incarnation must come on a connection of its own")
-        if fields := differences(hello, self._hello):
-            return Refused(reason=_differ(fields), fields=fields)
-        if known is None and len(self._peers) >= self._config.peers_max and not self._forget_one():
-            return Refused(reason=f"this node knows {self._config.peers_max} members already")
-        return None
+        return self._roster.refusal(event, self._hello, self._dials, now_ns)
 
-    def _impossible(self, header: Header, now_ns: int) -> str:
-        """Why this sender can be no peer of ours at all; '' when it can."""
-        if header.from_inc == self._config.incarnation:
-            return "this is the node itself"
-        if header.from_ == self._config.name:
-            return f"the name {header.from_} is taken by this node"
-        if not header.from_ or not header.from_inc:
-            return "a name and an incarnation are needed in the header"
-        if self._is_retired(header.from_inc, now_ns):
-            return f"this incarnation is retired: another node named {header.from_} came after it"
-        return ""
-
-    def _welcome_received(self, event: WelcomeReceived, now_ns: int) -> list[MembershipEffect]:
+    def _welcome_received(self, event: ms.WelcomeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
         dial = self._dials.on(event.link)
         if dial is None or dial.state is not DialState.GREETING:
-            return [_rejected(event, "no hello of ours is waiting there", event.link)]
+            return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         if header.to_inc not in (b"", self._config.incarnation):
-            return [_rejected(event, "meant for another incarnation", event.link)]
+            return [ms.rejected(event, "meant for another incarnation", event.link)]
         fields = differences(self._hello, hello)
-        if reason := self._impossible(header, now_ns) or (_differ(fields) if fields else ""):
+        if reason := self._roster.impossible(header, now_ns) or (describe(fields) if fields else ""):
             self._dials.refuse(dial, reason, now_ns)
-            return [*_close(event.link), _rejected(event, reason, event.link)]
+            return [*ms.closing(event.link), ms.rejected(event, reason, event.link)]
         if hello.geometry is None:
             self._dials.refuse(dial, f"a {hello.role} is no member", now_ns)
-            return [*_close(event.link), _rejected(event, "no geometry", event.link)]
+            return [*ms.closing(event.link), ms.rejected(event, "no geometry", event.link)]
         return self._welcomed(event, dial, now_ns)
 
-    def _welcomed(self, event: WelcomeReceived, dial: Dial, now_ns: int) -> list[MembershipEffect]:
+    def _welcomed(self, event: ms.WelcomeReceived, dial: Dial, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
-        known = self._peers.get(header.from_)
+        known = self._roster.get(header.from_)
         if known is not None and known.state in (REMOVING, REMOVED):
             self._dials.remove(dial)
-            return [*_close(event.link), _rejected(event, "removed here", event.link)]
+            return [*ms.closing(event.link), ms.rejected(event, "removed here", event.link)]
         if known is not None and known.incarnation == header.from_inc and known.out and known.state in USABLE:
-            self._dials.drop(dial)  # two addresses of one peer: the first link stays
-            return [*_close(event.link), _rejected(event, f"{header.from_} has a link already", event.link)]
-        effects = self._greeted(header, hello, now_ns)
-        known = self._peers[header.from_]
+            # Two addresses of one peer: the first link stays, and a word on it tells the peer where we are.
+            self._dials.drop(dial)
+            rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
+            return [*ms.closing(event.link), self._send(known, known.out, self._load), rejected]
+        known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
         for member in event.message.members:
             self._learn(member, now_ns)
         return [*effects, *self._present(known, event.link), *self._announce(known)]
 
-    def _refused_received(self, event: RefusedReceived, now_ns: int) -> list[MembershipEffect]:
+    def _refused_received(self, event: ms.RefusedReceived, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.on(event.link)
         if dial is None or dial.state is not DialState.GREETING:
-            return [_rejected(event, "no hello of ours is waiting there", event.link)]
+            return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         dial.name = dial.name or event.header.from_
         self._dials.refuse(dial, event.message.reason, now_ns)
-        return _close(event.link)
+        return ms.closing(event.link)
 
-    def _greeted(self, header: Header, hello: Hello, now_ns: int) -> list[MembershipEffect]:
+    def _greeted(self, header: Header, hello: Hello, now_ns: int) -> tuple[Known, list[ms.MembershipEffect]]:
         """Make this incarnation the current one of its name. Tells the end of the one before."""
-        effects: list[MembershipEffect] = []
-        known = self._peers.get(header.from_)
+        effects: list[ms.MembershipEffect] = []
+        known = self._roster.get(header.from_)
         if known is not None and known.incarnation != header.from_inc:
             effects = self._succeeded(known, now_ns)
             known = None
         if known is None:
-            known = self._peers[header.from_] = Known(header.from_, header.from_inc, hello)
+            self._roster.make_room(self._dials)
+            known = self._roster.enter(header, hello)
         known.hello = hello
         known.raise_epoch(hello.epoch)
         known.last_heard_ns = max(known.last_heard_ns, now_ns)
-        self._turned_away.pop(known.name, None)
-        return effects
+        self._roster.let_in(known.name)
+        return known, effects
 
-    def _succeeded(self, known: Known, now_ns: int) -> list[MembershipEffect]:
+    def _succeeded(self, known: Known, now_ns: int) -> list[ms.MembershipEffect]:
         """A new incarnation of the name has said hello: proof that this one is over."""
-        self._retire(known.incarnation, now_ns)
+        self._roster.retire(known.incarnation, now_ns)
         reason = f"{known.name} was restarted"
-        effects: list[MembershipEffect] = []
+        effects: list[ms.MembershipEffect] = []
         dial = self._dials.on(known.out)
         if dial is not None and dial.state is DialState.OPEN:
-            effects += _close(known.out)
+            effects += ms.closing(known.out)
             self._dials.fail(dial, reason, now_ns)
             self._dials.ask(dial, now_ns)
-        return [*effects, PeerDown(peer=replace(known.record(), state=LEFT, reason=reason), reason=reason, proven=True)]
+        if known.state is LEFT:
+            return effects  # its goodbye was proof enough
+        over = replace(known.record(), state=LEFT, reason=reason)
+        return [*effects, ms.PeerDown(peer=over, reason=reason, proven=True)]
 
-    def _present(self, known: Known, link: str) -> list[MembershipEffect]:
+    def _present(self, known: Known, link: str) -> list[ms.MembershipEffect]:
         """What follows a welcome: our agents, and that we drain."""
         own: list[Message] = [self._agents[rank] for rank in sorted(self._agents)]
         own += [Drain()] if self._draining else []
         return [self._send(known, link, message) for message in own]
 
-    def _announce(self, known: Known) -> list[MembershipEffect]:
+    def _announce(self, known: Known, verb: str = "greeted") -> list[ms.MembershipEffect]:
         """Tell the node that the peer is up, unless it was."""
         was_usable = known.state in USABLE
-        known.move("greeted")
-        if was_usable:
+        if not known.move(verb) or was_usable:
             return []
         peer = known.record()
-        return [PeerUp(peer=peer), *(PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
-
-    def _introduce(self, to: str) -> tuple[Member, ...]:
-        """Whom we know, for a welcome."""
-        return tuple(
-            Member(name=p.name, address=p.hello.address, role=p.hello.role)
-            for p in self._usable()
-            if p.name != to and p.hello.address
-        )
+        return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
     def _learn(self, member: Member, now_ns: int) -> None:
         if self._dials.named(member.name) is None and member.name != self._config.name:
@@ -404,15 +334,20 @@ class Membership:
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
         dial = self._dials.named(known.name)
-        if dial is not None and dial.state is not DialState.OPEN and dial.address != known.hello.address:
+        address = known.hello.address
+        if (
+            dial is not None
+            and dial.state in (DialState.WAITING, DialState.REFUSED)
+            and address not in ("", dial.address)
+        ):
             self._dials.drop(dial)
-        self._call(known.name, known.hello.address, known.hello.role, now_ns)
+        self._call(known.name, address, known.hello.role, now_ns)
 
     def _call(self, name: str, address: str, role: str, now_ns: int) -> None:
         """Call a prefill node that we have heard of, if we decode."""
         if self._hello.role not in DECODE_ROLES or role not in PREFILL_ROLES or not address:
             return
-        known = self._peers.get(name)
+        known = self._roster.get(name)
         if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:
             return
         dial = self._dials.at(address)
@@ -421,152 +356,115 @@ class Membership:
         elif dial is not None and dial.state in (DialState.WAITING, DialState.REFUSED):
             self._dials.ask(dial, now_ns)
 
-    def _forget_one(self) -> bool:
-        """Make room: of those that are gone and not called, the one known longest."""
-        for known in list(self._peers.values()):
-            if known.state in (DEAD, LEFT) and self._dials.named(known.name) is None:
-                self._retire(known.incarnation, known.last_heard_ns)
-                del self._peers[known.name]
-                return True
-        return False
-
-    def _remember_refusal(self, header: Header, hello: Hello, refusal: Refused) -> None:
-        if hello.geometry is None or not header.from_ or header.from_ == self._config.name:
-            return
-        while len(self._turned_away) >= self._config.turned_away_max:
-            del self._turned_away[next(iter(self._turned_away))]
-        self._turned_away[header.from_] = Peer(
-            name=header.from_, incarnation=header.from_inc, role=hello.role, address=hello.address, http=hello.http,
-            state=PeerState.REFUSED, reason=refusal.reason, hello=hello,
-        )  # fmt: skip
-
     # ------------------------------------------------------------ everything that peers say later
 
-    def _heard(self, event: Heard, now_ns: int) -> list[MembershipEffect]:
-        if self._stale(event.header, event.kind) is not None:
-            return self._stale_answer(event.link, event.header, event.kind)
-        known = self._peers.get(event.header.from_)
+    def _heard(self, event: ms.Heard, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.header.from_)
         return self._listen(known, event.link, now_ns) if known else []
 
-    def _listen(self, known: Known, link: str, now_ns: int) -> list[MembershipEffect]:
+    def _listen(self, known: Known, link: str, now_ns: int) -> list[ms.MembershipEffect]:
         """It lives. One judged dead is up again where it calls us, else it is called anew at once."""
         known.last_heard_ns = max(known.last_heard_ns, now_ns)
+        if link != known.out:
+            known.inn = link
         if known.state is UP:
             return []
-        if known.state is DEAD:
-            return self._back(known, link, now_ns)
-        known.move("heard")
+        dial = self._dials.named(known.name) if known.state is DEAD else None
+        if dial is None:
+            return self._announce(known, "heard")
+        if dial.state is DialState.WAITING:
+            dial.due_ns = min(dial.due_ns, now_ns)
         return []
 
-    def _back(self, known: Known, link: str, now_ns: int) -> list[MembershipEffect]:
-        dial = self._dials.named(known.name)
-        if dial is not None:
-            if dial.state is DialState.WAITING:
-                dial.due_ns = min(dial.due_ns, now_ns)
-            return []
-        if link != known.inn or not known.move("heard"):
-            return []
-        peer = known.record()
-        return [PeerUp(peer=peer), *(PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
-
-    def _stale(self, header: Header, kind: str) -> str | None:
-        """Why this message is from, or for, another life; None when it may be acted on."""
-        if header.to_inc and header.to_inc != self._config.incarnation:
-            return "meant for another incarnation of this node"
-        known = self._peers.get(header.from_)
-        if known is not None:
-            if header.from_inc != known.incarnation or known.state not in CURRENT:
-                return f"not from the current incarnation of {header.from_}"
-        elif header.from_inc in self._retired or kind.startswith(HANDOFF_KINDS):
-            return "no hello came before it"
-        return None
-
-    def _stale_answer(self, link: str, header: Header, kind: str) -> list[MembershipEffect]:
-        reason = self._stale(header, kind) or ""
-        rejected = Rejected(event=kind, reason=reason, link=link)
+    def _refused_as_stale(self, event: ms.MembershipEvent) -> list[ms.MembershipEffect] | None:
+        """What another life says, or says to another life, is answered and not acted on. None: it may be."""
+        if not isinstance(event, ms.Heard | ms.AgentReceived | ms.HeartbeatReceived | ms.DrainReceived):
+            return None
+        kind = event.kind if isinstance(event, ms.Heard) else event.message.KIND
+        reason = self._roster.stale(event.header, kind)
+        if not reason:
+            return None
+        rejected = ms.rejected(event, f"{kind}: {reason}", event.link)
         if kind in NEVER_STALE:
             return [rejected]
-        return [self._answer(link, header, StalePeer(current=self._config.incarnation)), rejected]
+        return [self._answer(event.link, event.header, StalePeer(current=self._config.incarnation)), rejected]
 
-    def _agent_received(self, event: AgentReceived, now_ns: int) -> list[MembershipEffect]:
-        if self._stale(event.header, Agent.KIND) is not None:
-            return self._stale_answer(event.link, event.header, Agent.KIND)
-        known, agent = self._peers.get(event.header.from_), event.message
+    def _agent_received(self, event: ms.AgentReceived, now_ns: int) -> list[ms.MembershipEffect]:
+        known, agent = self._roster.get(event.header.from_), event.message
         if known is None or known.state not in USABLE:
-            return [_rejected(event, "no such peer", event.link)]
+            return [ms.rejected(event, "no such peer", event.link)]
         effects = self._listen(known, event.link, now_ns)
         if agent.epoch < known.epoch or known.agents.get(agent.rank) == agent:
             return effects
         known.raise_epoch(agent.epoch)
         known.agents[agent.rank] = agent
-        return [*effects, PeerAgent(peer=known.record(), agent=agent)]
+        return [*effects, ms.PeerAgent(peer=known.record(), agent=agent)]
 
-    def _heartbeat_received(self, event: HeartbeatReceived, now_ns: int) -> list[MembershipEffect]:
-        if self._stale(event.header, Heartbeat.KIND) is not None:
-            return self._stale_answer(event.link, event.header, Heartbeat.KIND)
-        effects: list[MembershipEffect] = []
-        known = self._peers.get(event.header.from_)
+    def _heartbeat_received(self, event: ms.HeartbeatReceived, now_ns: int) -> list[ms.MembershipEffect]:
+        effects: list[ms.MembershipEffect] = []
+        known = self._roster.get(event.header.from_)
         if known is not None:
             known.load = event.message
             effects = self._listen(known, event.link, now_ns)
         return [*effects, self._answer(event.link, event.header, self._load)] if event.message.reply else effects
 
-    def _goodbye_received(self, event: GoodbyeReceived, now_ns: int) -> list[MembershipEffect]:
-        known = self._peers.get(event.header.from_)
-        reason = self._stale(event.header, Goodbye.KIND)
-        if known is None or reason is not None:
-            return [_rejected(event, reason or "no such peer", event.link)]
+    def _goodbye_received(self, event: ms.GoodbyeReceived, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.header.from_)
+        reason = self._roster.stale(event.header, Goodbye.KIND)
+        if known is None or reason:
+            return [ms.rejected(event, reason or "no such peer", event.link)]
         known.draining = False
         if known.state is REMOVING:
             return self._removed(known)
         why = f"it said goodbye: {event.message.reason}".removesuffix(": ")
         known.move("goodbye", why)
+        known.inn = ""
         return self._down(known, why, True, now_ns)
 
-    def _drain_received(self, event: DrainReceived, now_ns: int) -> list[MembershipEffect]:
-        if self._stale(event.header, Drain.KIND) is not None:
-            return self._stale_answer(event.link, event.header, Drain.KIND)
-        known = self._peers.get(event.header.from_)
+    def _drain_received(self, event: ms.DrainReceived, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.header.from_)
         if known is None:
-            return [DrainAsked(link=event.link, cause=event.header.seq)]
+            return [ms.DrainAsked(link=event.link, cause=event.header.seq)]
         effects = self._listen(known, event.link, now_ns)
         known.draining = True
-        return [*effects, PeerDraining(peer=known.record())]
+        return [*effects, ms.PeerDraining(peer=known.record())]
 
-    def _stale_received(self, event: StaleReceived, now_ns: int) -> list[MembershipEffect]:
+    def _stale_received(self, event: ms.StaleReceived, now_ns: int) -> list[ms.MembershipEffect]:
         """Someone there does not take us, or itself, for what we think: say hello anew on a new connection."""
-        if event.message.current in self._retired:
-            return [_rejected(event, "late, from a retired incarnation", event.link)]
+        if self._roster.is_retired(event.message.current, now_ns):
+            return [ms.rejected(event, "late, from a retired incarnation", event.link)]
         dial = self._dials.on(event.link)
         if dial is not None and dial.state is DialState.GREETING:
             self._dials.fail(dial, "it answered stale_peer", now_ns)
-            return _close(event.link)
-        known = next((p for p in self._peers.values() if event.link in (p.out, p.inn) and p.state in LIVE), None)
+            return ms.closing(event.link)
+        known = self._roster.live_on(event.link)
         if known is None:
-            return [_rejected(event, "no live peer there", event.link)]
+            return [ms.rejected(event, "no live peer there", event.link)]
         return self._lost(known, "it answered stale_peer: one of us was restarted", now_ns)
 
     # ------------------------------------------------------------ time
 
-    def _tick(self, event: Tick, now_ns: int) -> list[MembershipEffect]:
+    def _tick(self, event: ms.Tick, now_ns: int) -> list[ms.MembershipEffect]:
         due = self.next_deadline()
         if due is not None and now_ns - due > self._config.heartbeat_ns:
-            for known in self._peers.values():
+            for known in self._roster.all():
                 known.forgive(now_ns)  # it was us who paused
-        effects: list[MembershipEffect] = []
+        effects: list[ms.MembershipEffect] = []
         for dial in self._dials.overdue(now_ns):
-            effects += _close(dial.link)
+            effects += ms.closing(dial.link)
             self._dials.fail(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
-        for known in list(self._peers.values()):
+        for known in self._roster.all():
             if known.state in LIVE:
                 effects += self._watch(known, now_ns)
         return effects
 
-    def _watch(self, known: Known, now_ns: int) -> list[MembershipEffect]:
+    def _watch(self, known: Known, now_ns: int) -> list[ms.MembershipEffect]:
         if known.state is REMOVING and now_ns >= known.remove_ns:
             return self._removed(known)
         if not known.in_use(now_ns):
-            return []
+            if now_ns < known.last_heard_ns + self._config.idle_ns:
+                return []
+            known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
         silent_ns = now_ns - known.silent_since_ns
         if silent_ns >= self._config.dead_ns:
             return self._lost(known, f"silent for {silent_ns / 1e9:.1f} s", now_ns)
@@ -577,62 +475,27 @@ class Membership:
         known.ping_ns = now_ns + self._config.heartbeat_ns
         return [self._send(known, known.link, replace(self._load, reply=True))]
 
-    def _lost(self, known: Known, reason: str, now_ns: int) -> list[MembershipEffect]:
+    def _lost(self, known: Known, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """Our judgement only: nothing is proven."""
         if known.state is REMOVING:
             return self._removed(known)
         known.move("lost", reason)
         return self._down(known, reason, False, now_ns)
 
-    def _down(self, known: Known, reason: str, proven: bool, now_ns: int) -> list[MembershipEffect]:
-        effects = _close(known.out)
+    def _down(self, known: Known, reason: str, proven: bool, now_ns: int) -> list[ms.MembershipEffect]:
+        effects = ms.closing(known.out)
         dial = self._dials.on(known.out)
         if dial is not None:
             self._dials.fail(dial, reason, now_ns)
         known.out = ""
-        return [*effects, PeerDown(peer=known.record(), reason=reason, proven=proven)]
+        return [*effects, ms.PeerDown(peer=known.record(), reason=reason, proven=proven)]
 
     # ------------------------------------------------------------ helpers
 
-    def _usable(self) -> list[Known]:
-        return [p for p in self._peers.values() if p.state in USABLE]
+    def _send(self, known: Known, link: str, message: Message) -> ms.SendOn:
+        return ms.SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)
 
-    def _retire(self, incarnation: bytes, now_ns: int) -> None:
-        while len(self._retired) >= self._config.retired_max:
-            del self._retired[next(iter(self._retired))]
-        self._retired[incarnation] = now_ns
-
-    def _is_retired(self, incarnation: bytes, now_ns: int) -> bool:
-        at = self._retired.get(incarnation)
-        return at is not None and now_ns - at < self._config.retired_ns
-
-    def _send(self, known: Known, link: str, message: Message) -> SendOn:
-        return SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)
-
-    def _answer(self, link: str, header: Header, message: Message) -> SendOn:
-        return SendOn(
+    def _answer(self, link: str, header: Header, message: Message) -> ms.SendOn:
+        return ms.SendOn(
             link=link, kind=message.KIND, message=message, to=header.from_, to_inc=header.from_inc, cause=header.seq
         )
-
-    def _shown(self, known: Known) -> Peer:
-        """A peer that is down shows what has become of calling it."""
-        dial = self._dials.named(known.name)
-        if dial is None or known.state not in (DEAD, LEFT) or dial.state is not DialState.REFUSED:
-            return known.record()
-        return replace(known.record(), state=PeerState.REFUSED, reason=dial.reason)
-
-    def _shown_dial(self, dial: Dial) -> Peer:
-        state = PeerState.GREETING if dial.state is DialState.OPENING else PeerState(dial.state)
-        return Peer(name=dial.name, address=dial.address, link=dial.link, state=state, reason=dial.reason)
-
-
-def _close(link: str, *, flush: bool = False) -> list[MembershipEffect]:
-    return [CloseLink(link=link, flush=flush)] if link else []
-
-
-def _rejected(event: MembershipEvent, reason: str, link: str = "") -> Rejected:
-    return Rejected(event=type(event).__name__, reason=reason, link=link)
-
-
-def _differ(fields: tuple[tuple[str, str, str], ...]) -> str:
-    return "cannot share KV: " + ", ".join(f"{name} {one} against {other}" for name, one, other in fields)

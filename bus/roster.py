@@ -1,0 +1,166 @@
+"""Who is known, who is retired, who was turned away. Only Membership touches it."""
+
+from __future__ import annotations
+
+from .compatibility import describe, differences
+from .dials import Dial, Dials, DialState
+from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
+from .members import HelloReceived, MembershipConfig, Peer, PeerState
+from .messages import Hello, Member, Refused
+from .wire import Header, replace
+
+HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a hello
+
+
+class Roster:
+    """Peers by name, exactly one incarnation each; incarnations that are over for good."""
+
+    def __init__(self, config: MembershipConfig) -> None:
+        self._config = config
+        self._peers: dict[str, Known] = {}
+        self._retired: dict[bytes, int] = {}  # incarnation -> when, oldest first
+        self._turned_away: dict[str, Peer] = {}  # by name: who called and was refused
+
+    # ------------------------------------------------------------ peers
+
+    def all(self) -> list[Known]:
+        return list(self._peers.values())
+
+    def usable(self) -> list[Known]:
+        return [p for p in self._peers.values() if p.state in USABLE]
+
+    def get(self, name: str) -> Known | None:
+        return self._peers.get(name)
+
+    def at(self, address: str) -> Known | None:
+        return next((p for p in self._peers.values() if p.hello.address == address), None)
+
+    def live_on(self, link: str) -> Known | None:
+        return next((p for p in self._peers.values() if link in (p.out, p.inn) and p.state in LIVE), None)
+
+    def enter(self, header: Header, hello: Hello) -> Known:
+        """A new incarnation takes the name."""
+        known = self._peers[header.from_] = Known(header.from_, header.from_inc, hello)
+        return known
+
+    def has_room(self, dials: Dials) -> bool:
+        """Whether one more can be known, forgetting one that is gone and not called if need be."""
+        return len(self._peers) < self._config.peers_max or self._forgettable(dials) is not None
+
+    def make_room(self, dials: Dials) -> None:
+        if len(self._peers) >= self._config.peers_max and (known := self._forgettable(dials)):
+            self.retire(known.incarnation, known.last_heard_ns)
+            del self._peers[known.name]
+
+    def _forgettable(self, dials: Dials) -> Known | None:
+        gone = (p for p in self._peers.values() if p.state in (DEAD, LEFT) and dials.named(p.name) is None)
+        return next(gone, None)
+
+    def introduce(self, to: str) -> tuple[Member, ...]:
+        """Whom we know, for a welcome."""
+        return tuple(
+            Member(name=p.name, address=p.hello.address, role=p.hello.role)
+            for p in self.usable()
+            if p.name != to and p.hello.address
+        )
+
+    # ------------------------------------------------------------ incarnations
+
+    def retire(self, incarnation: bytes, now_ns: int) -> None:
+        while len(self._retired) >= self._config.retired_max:
+            del self._retired[next(iter(self._retired))]
+        self._retired[incarnation] = now_ns
+
+    def is_retired(self, incarnation: bytes, now_ns: int) -> bool:
+        at = self._retired.get(incarnation)
+        return at is not None and now_ns - at < self._config.retired_ns
+
+    def stale(self, header: Header, kind: str) -> str:
+        """Why this message is from, or for, another life; '' when it may be acted on."""
+        if header.to_inc and header.to_inc != self._config.incarnation:
+            return "meant for another incarnation of this node"
+        known = self._peers.get(header.from_)
+        if known is not None:
+            current = header.from_inc == known.incarnation and known.state in CURRENT
+            return "" if current else f"not from the current incarnation of {header.from_}"
+        if header.from_inc in self._retired:
+            return "from a retired incarnation"
+        return "no hello came before it" if kind.startswith(HANDOFF_KINDS) else ""
+
+    def impossible(self, header: Header, now_ns: int) -> str:
+        """Why this sender can be no peer of ours at all; '' when it can."""
+        if header.from_inc == self._config.incarnation:
+            return "this is the node itself"
+        if header.from_ == self._config.name:
+            return f"the name {header.from_} is taken by this node"
+        if not header.from_ or not header.from_inc:
+            return "a name and an incarnation are needed in the header"
+        if self.is_retired(header.from_inc, now_ns):
+            return f"this incarnation is retired: another node named {header.from_} came after it"
+        return ""
+
+    def refusal(self, event: HelloReceived, own: Hello, dials: Dials, now_ns: int) -> Refused | None:
+        """Why a hello is not welcome; None when it is."""
+        header, hello = event.header, event.message
+        known = self._peers.get(header.from_)
+        if reason := self.impossible(header, now_ns):
+            return Refused(reason=reason)
+        if hello.geometry is None:
+            return Refused(reason=f"the name {header.from_} is a node's") if known else None
+        if known is not None and known.state in (REMOVING, REMOVED):
+            return Refused(reason="removed here by an operator, until asked to join again")
+        if known is not None and known.incarnation != header.from_inc and event.link in (known.inn, known.out):
+            return Refused(reason="another incarnation must come on a connection of its own")
+        if fields := differences(hello, own):
+            return Refused(reason=describe(fields), fields=fields)
+        if known is None and not self.has_room(dials):
+            return Refused(reason=f"this node knows {self._config.peers_max} members already")
+        return None
+
+    # ------------------------------------------------------------ for people to see
+
+    def turn_away(self, header: Header, hello: Hello, reason: str) -> None:
+        """Remember a node that called and was refused."""
+        if hello.geometry is None or header.from_ in ("", self._config.name):
+            return
+        while len(self._turned_away) >= self._config.turned_away_max:
+            del self._turned_away[next(iter(self._turned_away))]
+        self._turned_away[header.from_] = Peer(
+            name=header.from_,
+            incarnation=header.from_inc,
+            role=hello.role,
+            address=hello.address,
+            http=hello.http,
+            state=PeerState.REFUSED,
+            reason=reason,
+            hello=hello,
+        )
+
+    def let_in(self, name: str) -> None:
+        self._turned_away.pop(name, None)
+
+    def members(self, dials: Dials) -> list[Peer]:
+        shown = [_shown(p, dials.named(p.name)) for p in self._peers.values()]
+        named = {p.name: None for p in shown}
+        shown += [_shown_dial(d) for d in dials.all() if d.name not in named]
+        return shown + [p for p in self._turned_away.values() if p.name not in named]
+
+
+def _shown(known: Known, dial: Dial | None) -> Peer:
+    """A peer that is down shows what has become of calling it."""
+    if dial is None:
+        return known.record()
+    peer = replace(known.record(), called_at=dial.address)
+    if known.state not in (DEAD, LEFT) or dial.state is not DialState.REFUSED:
+        return peer
+    return replace(peer, state=PeerState.REFUSED, reason=dial.reason)
+
+
+def _shown_dial(dial: Dial) -> Peer:
+    state = {
+        DialState.OPENING: PeerState.GREETING,
+        DialState.OPEN: PeerState.GREETING,
+    }.get(dial.state) or PeerState(dial.state)
+    return Peer(
+        name=dial.name, address=dial.address, called_at=dial.address, link=dial.link, state=state, reason=dial.reason
+    )
