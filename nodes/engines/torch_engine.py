@@ -82,7 +82,7 @@ class TorchEngine:
     def force(self, seq: int, tokens: Sequence[int]) -> None:
         """Append tokens that were decided elsewhere; they count as sampled."""
         self._check_tokens(tokens)
-        self._sequence(seq).tokens.extend(tokens)
+        self._sequence(seq).tokens.extend(array("q", tokens))
 
     def close(self, seq: int) -> None:
         """Forget a sequence; one that is not open is no error."""
