@@ -285,10 +285,10 @@ class NodeCore:
     def _worker_lost(self, event: ev.WorkerLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Its step counts for nothing. Leases end before anything else; what ran here is computed again."""
         self.worker_up = False
-        self.scheduler.abandon_step()
+        in_step = self.scheduler.abandon_step()
         self._raise_epoch(now, out, pool_reset=True)
         out += self.prefills.step_ended(now)
-        self.requests.worker_lost()
+        self._ended(self.requests.worker_lost(in_step, now), now, out)
         out.append(ev.RestartWorker())
         if self.mover_up:
             out.append(ev.RestartMover(epoch=self.epoch))

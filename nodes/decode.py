@@ -17,7 +17,7 @@ computed again is the prompt and every token taken so far.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +29,9 @@ from pdbus.connector.pool import BlockPool
 from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect
 from .scheduler import Scheduler, Sequence, give_up_blocks
 from .timeline import Marks
+
+
+WORKER_LOSSES_MAX = 2
 
 
 class State(StrEnum):
@@ -69,7 +72,8 @@ class Request:
     local_only: bool = False  # for good: it has run here, or no attempt is left
     generated: int = 0
     acknowledged: int = 0
-    node: str = ""
+    worker_losses: int = 0  # while it was in the step
+    node: str = ""  # who prefilled, or is asked to; '' for this node itself
 
 
 class Requests:
@@ -271,13 +275,23 @@ class Requests:
         r = self._by_seq[sequence.seq]
         self._wait(r, r.node)
 
-    def worker_lost(self) -> None:
-        """The sequences that ran are computed again; what is being fetched stays, for the KV outlives a worker."""
-        for r in self._requests.values():
+    def worker_lost(self, in_step: Collection[int], now: int) -> list[NodeEffect]:
+        """The sequences that ran are computed again; what is being fetched stays, for the KV outlives a worker.
+
+        One that was in the step (`in_step`) both times may be what ends workers, and is ended itself.
+        """
+        effects: list[NodeEffect] = []
+        for r in self.all():
+            r.worker_losses += r.seq in in_step
+            if r.worker_losses >= WORKER_LOSSES_MAX:
+                lost = f"the worker was lost {r.worker_losses} times while computing this request"
+                effects += self.end(r, "error", now, code="engine", problem=lost)
+                continue
             sequence = self._scheduler.remove(r.seq)
             if sequence is not None:
                 give_up_blocks(sequence, self._pool)
                 self._wait(r, r.node)
+        return effects
 
     def _wait(self, r: Request, node: str) -> None:
         self._enter(r, State.WAITING, node)

@@ -133,12 +133,12 @@ class Scheduler:
         self._held = []
         return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
 
-    def abandon_step(self) -> None:
-        """The worker is gone and wrote its last: nothing of the step counts."""
-        if self._rows:
-            self._rows = {}
-            self._pool.drop(self._held, Holder.IN_STEP)
-            self._held = []
+    def abandon_step(self) -> list[int]:
+        """The worker is gone and wrote its last: nothing of the step counts. Returns whose step it was."""
+        abandoned, self._rows = list(self._rows), {}
+        self._pool.drop(self._held, Holder.IN_STEP)
+        self._held = []
+        return abandoned
 
     def _begin(self, rows: Seq[StepRow]) -> None:
         self._step += 1
