@@ -280,7 +280,11 @@ class Membership:
             return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         dial.name = dial.name or event.header.from_
         self._dials.refuse(dial, event.message.reason, now_ns)
-        return ms.closing(event.link)
+        known = self._roster.get(dial.name)
+        down: list[ms.MembershipEffect] = []
+        if known is not None and known.state in LIVE and known.incarnation == event.header.from_inc:
+            down = self._lost(known, event.message.reason, now_ns)
+        return [*ms.closing(event.link), *down]
 
     def _greeted(self, header: Header, hello: Hello, now_ns: int) -> tuple[Known, list[ms.MembershipEffect]]:
         """Make this incarnation the current one of its name. Tells the end of the one before."""
