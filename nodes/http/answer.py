@@ -88,7 +88,7 @@ class Completion(Answer):
 
     def __init__(self, asked: Asked, model: str, created_s: int) -> None:
         super().__init__(asked, model, created_s)
-        self._offset = 0  # characters of the answer before the token at hand
+        self._offset = 0  # characters of the answer before the message at hand
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -101,16 +101,17 @@ class Completion(Answer):
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         entries = [entry for token in tokens for entry in scored(token)]
-        said: dict[str, Any] = {
+        return {
             "tokens": [entry[0]["token"] for entry in entries],
             "token_logprobs": [entry[0]["logprob"] for entry in entries],
             "top_logprobs": [{top["token"]: top["logprob"] for top in entry[1:]} for entry in entries],
-            "text_offset": [],
+            "text_offset": [offset for token in tokens for offset in self._offsets(token)],
         }
-        for text in said["tokens"]:
-            said["text_offset"].append(self._offset)
-            self._offset += len(text)
-        return said
+
+    def _offsets(self, token: Token) -> list[int]:
+        """Tokens whose text comes in one message start where it starts."""
+        offset, self._offset = self._offset, self._offset + len(token.text)
+        return [offset] * len(token.logprobs)
 
 
 class Chat(Answer):

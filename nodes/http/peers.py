@@ -72,7 +72,9 @@ class PrefillEndpoints:
         status = await self._client.status()
         known = {info.name: endpoint for endpoint, info in self._infos.items()}
         peers = [peer for peer in status.get("peers", []) if peer.get("role") in ("prefill", "both")]
-        return JSON({"endpoints": [{"endpoint": known.get(peer.get("name"), ""), **peer} for peer in peers]})
+        return JSON(
+            {"endpoints": [{"endpoint": known.get(peer["name"], peer.get("http", "")), **peer} for peer in peers]}
+        )
 
     async def _add(self, endpoint: str) -> Result:
         try:
@@ -84,7 +86,7 @@ class PrefillEndpoints:
             return Result(endpoint=endpoint, ok=False, detail=str(e))
         if outcome.ok:
             self._infos[endpoint] = info
-        return Result(endpoint=endpoint, ok=outcome.ok, name=info.name, detail=outcome.detail)
+        return Result(endpoint=endpoint, ok=outcome.ok, name=info.name, detail="" if outcome.ok else outcome.detail)
 
     async def _remove(self, endpoint: str) -> Result:
         try:
@@ -94,7 +96,7 @@ class PrefillEndpoints:
             return Result(endpoint=endpoint, ok=False, detail=str(e))
         if outcome.ok:
             self._infos = {known: info for known, info in self._infos.items() if target not in (known, info.name)}
-        return Result(endpoint=endpoint, ok=outcome.ok, name=target, detail=outcome.detail)
+        return Result(endpoint=endpoint, ok=outcome.ok, name=target, detail="" if outcome.ok else outcome.detail)
 
     async def _target(self, endpoint: str) -> str:
         if not endpoint.startswith(("http://", "https://")):
@@ -123,7 +125,7 @@ async def fetch_info(endpoint: str) -> Info:
         async with asyncio.timeout(INFO_S):
             answer = await _get(url)
     except TimeoutError:
-        raise RequestError(f"did not answer within {INFO_S:.0f} s") from None
+        raise RequestError(f"did not answer GET /pd/info within {INFO_S:.0f} s") from None
     except OSError as e:
         raise RequestError(f"cannot be reached: {e.strerror or e}") from None
     info = _info(answer)

@@ -102,15 +102,16 @@ def test_token_ids_on_request() -> None:
 def test_completion_logprobs() -> None:
     script = [
         token(0, "é", logprob=SCORE, pieces=("é".encode(), "é".encode(), b"e")),
-        token(1, "b", logprob=TokenLogprob(logprob=-1.0)),
+        token(1, "bc", logprob=TokenLogprob(logprob=-1.0)),
+        token(2, "d", logprob=TokenLogprob(logprob=-1.0)),
         finished(),
     ]
     body = post(FakeClient(script), "/v1/completions", {**PROMPT, "logprobs": 2}).json()
     assert body["choices"][0]["logprobs"] == {
-        "tokens": ["é", "token_id:101"],
-        "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"é": -0.5, "e": -2.0}, {}],
-        "text_offset": [0, 1],
+        "tokens": ["é", "token_id:101", "token_id:102"],
+        "token_logprobs": [-0.5, -1.0, -1.0],
+        "top_logprobs": [{"é": -0.5, "e": -2.0}, {}, {}],
+        "text_offset": [0, 1, 3],
     }
 
 
