@@ -240,3 +240,17 @@ def test_settings_that_cannot_work_are_named(tiny: Loaded, options: dict[str, ob
     with pytest.raises(ConfigError) as caught:
         TorchEngine(replace(tiny.args, **options), tiny.memory)
     assert caught.value.setting == setting
+
+
+def test_bfloat16_is_close_where_the_processor_has_it(folder: Path, tiny: Loaded) -> None:
+    try:
+        half = load(folder, dtype="bfloat16")
+    except ConfigError as e:
+        pytest.skip(str(e))
+    half.engine.warm_up()
+    prompt, values = prompt_of(40, VOCAB), []
+    for loaded in (tiny, half):
+        walk = Walk(loaded, 1, prompt, [1, 2, 3], [30, 10], ALL_LOGPROBS)
+        run(loaded, [walk], 2)
+        values.append(logprobs(walk))
+    assert torch.corrcoef(torch.stack(values))[0, 1] > 0.99
