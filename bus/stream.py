@@ -146,9 +146,10 @@ class EventStream:
         return []
 
     def _new_life(self, incarnation: bytes, now_ns: int) -> list[StreamEffect]:
+        first = not self._incarnation
         self._adopt(incarnation)
         if self.state is StreamState.SYNCING:
-            return self._ask(now_ns)
+            return [] if first else self._ask(now_ns)
         return self._sync("event" if self.state is StreamState.IDLE else "new life", now_ns)
 
     def _adopt(self, incarnation: bytes) -> None:
