@@ -12,6 +12,7 @@ from pdbus.bus.wire import Declared
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 DEMO_NAME = "smollm2-135m-instruct"
+DEMO_NAMES = (DEMO_NAME, "smollm2-135m")  # served under the first, whichever was asked for
 
 
 class RopeConfig(Declared):
@@ -70,7 +71,7 @@ def resolve_model(name_or_path: str) -> ResolvedModel:
 
 
 def _find_folder(name_or_path: str) -> Path:
-    if name_or_path == DEMO_NAME:
+    if name_or_path in DEMO_NAMES:
         from .demo import fetch_demo_model
 
         return fetch_demo_model()
@@ -88,7 +89,7 @@ def _find_folder(name_or_path: str) -> Path:
 
 
 def _served_name(name_or_path: str) -> str:
-    if name_or_path == DEMO_NAME:
+    if name_or_path in DEMO_NAMES:
         return DEMO_NAME
     path = Path(name_or_path).expanduser().resolve()
     return path.stem if path.suffix == ".gguf" else path.name

@@ -11,6 +11,8 @@ import pytest
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes.models import demo
 from pdbus.nodes.models.cache import models_cache, new_folder
+from pdbus.nodes.models.config import resolve_model
+from pdbus.nodes.models.random_llama import write_random_llama
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,14 @@ def test_a_model_that_is_there_is_not_fetched(cache: Path, monkeypatch: pytest.M
     (demo.demo_folder()).mkdir(parents=True)
     (demo.demo_folder() / "config.json").write_text("{}")
     assert demo.fetch_demo_model() == cache / demo.FOLDER_NAME
+
+
+def test_both_names_of_the_demo_model_mean_it() -> None:
+    """Nodes that were given different spellings serve one model under one name."""
+    write_random_llama(demo.demo_folder(), "tiny")
+    short, long = (resolve_model(name) for name in ("smollm2-135m", "smollm2-135m-instruct"))
+    assert short == long
+    assert short.name == "smollm2-135m-instruct"
 
 
 def test_a_folder_appears_whole_or_not_at_all(cache: Path) -> None:
