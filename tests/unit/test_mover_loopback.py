@@ -1,0 +1,189 @@
+"""What only a transport under our hand can show of a mover: reads that land late, fail, or prove nothing."""
+
+from __future__ import annotations
+
+from pdbus.bus.wire import pack_u32
+from pdbus.connector.ipc import FromMover, PeerAdd, PeerAdded, PeerRemove, Read, ReadDoubtful, ReadEnded, StopMover
+from pdbus.connector.loopback import Fabric, LoopbackAgent
+from pdbus.connector.mover import SLICE_BLOCKS_MAX, SLICE_BYTES_MAX, SLICES_POSTED_MAX, WARM_UP_NS, Mover, slices
+from pdbus.connector.pace import MS
+
+BLOCK_BYTES = 8
+BLOCKS = 8 * SLICE_BLOCKS_MAX
+
+
+class World:
+    """An owner's memory and a reader's mover, with a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.fabric = Fabric()
+        self.memory = {name: memoryview(bytearray(BLOCKS * BLOCK_BYTES)) for name in ("owner", "reader")}
+        self.owner = LoopbackAgent(self.fabric, "owner", self.memory["owner"], BLOCK_BYTES)
+        agent = LoopbackAgent(self.fabric, "reader", self.memory["reader"], BLOCK_BYTES)
+        self.mover = Mover(agent, BLOCKS * BLOCK_BYTES, BLOCK_BYTES, lambda: self.now_ns)
+        self.memory["owner"][:] = b"K" * (BLOCKS * BLOCK_BYTES)
+
+    def meet(self) -> list[FromMover]:
+        self.mover.handle(
+            PeerAdd(
+                peer="P", agent_name="owner", metadata=self.owner.metadata,
+                base_address=0, region_bytes=BLOCKS * BLOCK_BYTES, block_bytes=BLOCK_BYTES,
+            )
+        )  # fmt: skip
+        return self.mover.turn()
+
+    def read(self, number: int, blocks: range) -> None:
+        self.mover.handle(Read(read=number, peer="P", source=pack_u32(blocks), target=pack_u32(blocks)))
+
+    def landed(self, block: int) -> bool:
+        return bytes(self.memory["reader"][block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) == b"K" * BLOCK_BYTES
+
+
+def met() -> World:
+    world = World()
+    assert world.meet() == [PeerAdded(peer="P")]
+    world.fabric.held = True
+    return world
+
+
+def test_read_in_progress_is_not_answered() -> None:
+    world = met()
+    world.read(1, range(3))
+    assert world.mover.turn() == [] and not world.landed(0)
+    world.fabric.land()
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=3 * BLOCK_BYTES)]
+    assert world.landed(2) and not world.landed(3)
+
+
+def test_read_takes_what_the_owner_holds_when_it_lands() -> None:
+    """Not what it held when the read was posted: that is why a lease is confirmed after the reads."""
+    world = met()
+    world.read(1, range(1))
+    world.mover.turn()
+    world.memory["owner"][:BLOCK_BYTES] = b"reusedKV"
+    world.fabric.land()
+    assert bytes(world.memory["reader"][:BLOCK_BYTES]) == b"reusedKV"
+
+
+def test_slices_in_flight_are_limited_and_the_rest_follows() -> None:
+    world = met()
+    world.read(1, range((SLICES_POSTED_MAX + 2) * SLICE_BLOCKS_MAX))
+    world.mover.turn()
+    assert len(world.fabric.in_flight) == SLICES_POSTED_MAX
+    world.fabric.land()
+    assert world.mover.turn() == []
+    assert world.mover.wait_ns() == 0
+    world.mover.turn()
+    assert len(world.fabric.in_flight) == 2
+    world.fabric.land()
+    assert [m for m in world.mover.turn() if isinstance(m, ReadEnded)]
+
+
+def test_short_read_is_not_queued_behind_a_long_one() -> None:
+    world = met()
+    world.read(1, range(6 * SLICE_BLOCKS_MAX))
+    world.read(2, range(BLOCKS - 1, BLOCKS))
+    world.mover.turn()
+    world.fabric.land()
+    assert [m.read for m in world.mover.turn() if isinstance(m, ReadEnded)] == [2]
+
+
+def test_dead_owner_ends_all_slices_with_one_answer() -> None:
+    world = met()
+    world.read(1, range(8 * SLICE_BLOCKS_MAX))
+    world.mover.turn()
+    world.fabric.kill("owner")
+    assert world.mover.turn() == [ReadEnded(read=1, problem="the peer has gone")]
+    assert world.mover.turn() == []
+
+
+def test_doubt_is_said_once_and_the_end_may_follow() -> None:
+    """Its handle may still write: it is asked on, and never released before it is terminal."""
+    world = met()
+    world.read(1, range(2))
+    world.mover.turn()
+    world.fabric.in_flight[0].doubt = "backend error"
+    assert world.mover.turn() == [ReadDoubtful(read=1, problem="backend error")]
+    assert world.mover.turn() == []
+    world.fabric.land()
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+
+
+def test_read_outlives_the_removal_of_its_peer() -> None:
+    world = met()
+    world.read(1, range(2))
+    world.mover.turn()
+    world.mover.handle(PeerRemove(peer="P"))
+    world.read(2, range(2))
+    assert world.mover.turn() == [ReadEnded(read=2, problem="no peer P", posted=False)]
+    world.fabric.land()
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+
+
+def test_transfer_time_runs_from_post_to_terminal_status() -> None:
+    world = met()
+    world.now_ns = 5 * MS
+    world.read(1, range(1))
+    world.mover.turn()
+    world.now_ns = 9 * MS
+    world.fabric.land()
+    (ended,) = world.mover.turn()
+    assert isinstance(ended, ReadEnded) and ended.transfer_ns == 4 * MS
+
+
+def test_peer_that_does_not_warm_up_is_added_after_a_while() -> None:
+    world = World()
+    world.fabric.held = True
+    assert world.meet() == []
+    world.now_ns += WARM_UP_NS
+    assert world.mover.turn() == [PeerAdded(peer="P")]
+    world.fabric.land()
+    assert world.mover.turn() == []
+
+
+def test_peer_that_dies_in_warm_up_is_refused() -> None:
+    world = World()
+    world.fabric.held = True
+    world.meet()
+    world.fabric.kill("owner")
+    assert world.mover.turn() == [PeerAdded(peer="P", problem="the peer has gone")]
+    world.read(1, range(1))
+    assert world.mover.turn() == [ReadEnded(read=1, problem="no peer P", posted=False)]
+
+
+def test_peer_removed_in_warm_up_gets_no_answer() -> None:
+    world = World()
+    world.fabric.held = True
+    world.meet()
+    world.mover.handle(PeerRemove(peer="P"))
+    world.fabric.land()
+    assert world.mover.turn() == []
+
+
+def test_stopping_waits_for_open_reads_and_takes_no_new_ones() -> None:
+    world = met()
+    world.read(1, range(1))
+    world.mover.turn()
+    world.mover.handle(StopMover(wait_ms=100))
+    world.read(2, range(1))
+    assert world.mover.turn() == [ReadEnded(read=2, problem="the mover is stopping", posted=False)]
+    assert not world.mover.stopped
+    world.fabric.land()
+    world.mover.turn()
+    assert world.mover.stopped and not world.mover.outstanding
+
+
+def test_stopping_gives_up_in_the_end() -> None:
+    world = met()
+    world.read(1, range(1))
+    world.mover.turn()
+    world.mover.handle(StopMover(wait_ms=100))
+    world.now_ns += 100 * MS
+    assert world.mover.stopped and world.mover.outstanding
+
+
+def test_slices_are_bounded_in_blocks_and_bytes() -> None:
+    assert [len(s) // 4 for s, _ in slices(range(2500), range(2500), 8)] == [1000, 1000, 500]
+    assert [len(s) // 4 for s, _ in slices(range(3), range(3), SLICE_BYTES_MAX // 2)] == [2, 1]
+    assert [len(s) // 4 for s, _ in slices(range(2), range(2), SLICE_BYTES_MAX * 3)] == [1, 1]

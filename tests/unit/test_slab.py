@@ -1,0 +1,68 @@
+"""The slab: shared through /proc, page aligned, and refused in time."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from pdbus.bus.errors import Broken, ConfigError
+from pdbus.connector import slab as slab_module
+from pdbus.connector.slab import Slab
+
+
+def test_two_mappings_share_their_bytes() -> None:
+    one = Slab.create(100_000)
+    other = Slab.open(one.path, 100_000)
+    one.populate()
+    one.memory[99_999] = 7
+    assert other.memory[99_999] == 7
+    other.memory[0] = 9
+    assert one.memory[0] == 9
+    other.close()
+    one.close()
+
+
+def test_addresses_are_page_aligned_and_sizes_exact() -> None:
+    slab = Slab.create(5)
+    assert slab.address % mmap.PAGESIZE == 0
+    assert (slab.size_bytes, len(slab.memory)) == (5, 5)
+    slab.close()
+
+
+def test_slab_is_gone_with_its_creator() -> None:
+    slab = Slab.create(10)
+    slab.close()
+    with pytest.raises(Broken, match="cannot open the KV slab"):
+        Slab.open(slab.path, 10)
+
+
+def test_closing_twice_and_under_a_reader_is_harmless() -> None:
+    slab = Slab.create(10)
+    looking = slab.memory[:3]
+    slab.close()
+    slab.close()
+    assert bytes(looking) == b"\x00\x00\x00"
+
+
+def test_smaller_slab_than_expected_is_refused() -> None:
+    slab = Slab.create(10)
+    with pytest.raises(Broken, match="not 1000000"):
+        Slab.open(slab.path, 1_000_000)
+    slab.close()
+
+
+def test_more_than_the_machine_has_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-memory: the KV cache needs .* MiB of memory are free"):
+        Slab.create(1 << 50)
+
+
+def test_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        Slab.create(0)
+
+
+def test_available_memory_is_read() -> None:
+    assert 0 < slab_module.available_bytes() < 1 << 62
+    assert Path("/proc/meminfo").exists()
