@@ -102,11 +102,7 @@ class Cluster:
         return [*self.prefill, *self.both, *self.decode]
 
     async def __aenter__(self) -> Cluster:
-        try:
-            await self.start()
-        except BaseException:
-            await self.kill_all()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(
@@ -115,11 +111,16 @@ class Cluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Starts all nodes and waits until they are ready and linked. Raises Broken with a node's last words."""
-        for node in self.nodes:
-            await self._wait_bound([other for other in self.nodes if other.name in node.joined])
-            await node.start()
-        await self._all(self.wait_ready(node) for node in self.nodes)
+        """Starts all nodes and waits until they are ready and linked. Raises Broken with a node's last words, after
+        having ended all others."""
+        try:
+            for node in self.nodes:
+                await self._wait_bound([other for other in self.nodes if other.name in node.joined])
+                await node.start()
+            await self._all(self.wait_ready(node) for node in self.nodes)
+        except BaseException:
+            await self.kill_all()
+            raise
 
     async def wait_ready(self, node: NodeProcess, timeout_s: float = READY_S) -> None:
         """Until it would serve a request, linked to those it joined. Raises Broken when it ends or is too slow."""
