@@ -45,8 +45,9 @@ def endpoint_in(directory: Path, name: str) -> str:
     return f"ipc://{path}"
 
 
-def _pair(context: zmq.Context[zmq.Socket[bytes]], linger_ms: int) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PAIR)
+def _pair(context: zmq.Context[Any], linger_ms: int) -> zmq.Socket[bytes]:
+    """A blocking socket, of whatever flavour the context is."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
@@ -115,13 +116,13 @@ class ControlChannel(Generic[Received]):
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
-        self._socket = _pair(zmq.Context.shadow(context.underlying), 0)  # blocking sockets, of whatever flavour it is
+        self._socket = _pair(context, 0)
         self._socket.bind(endpoint)
         self._fd = self._socket.fileno()
         self._loop.add_reader(self._fd, self._drain)
 
     def send(self, message: Declared) -> None:
-        """Queue one message for the child, whether or not it has connected yet. Raises Broken when it does not read."""
+        """Queue one message for the child. Raises Broken when it has not connected yet, or reads no more."""
         if self._socket.closed:
             raise Closed("the child's channel is closed")
         try:
