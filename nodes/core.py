@@ -13,6 +13,7 @@ from typing import Any
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
+    Agent,
     LeaseReleased,
     LeaseRenew,
     LeaseRenewed,
@@ -44,6 +45,7 @@ OWNER_MESSAGES = (
     StalePeer,
 )  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
+NOT_READY_RETRY_MS = 1000
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -71,6 +73,7 @@ class NodeCore:
         self.worker_up = False
         self.mover_up = False
         self.drain_until: int | None = None
+        self._agent: Agent | None = None  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.limits)
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
@@ -137,7 +140,10 @@ class NodeCore:
         message, header = event.message, event.header
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
-        if isinstance(message, PrefillRequest):
+        if isinstance(message, PrefillRequest) and not self.worker_up:
+            failed = PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
+            out.append(ev.Send(link=event.link, to=header.from_, to_inc=header.from_inc, message=failed))
+        elif isinstance(message, PrefillRequest):
             asked = ho.PrefillAsked(link=event.link, message=message, block_hashes=event.block_hashes)
             out += self.prefills.handle(asked, now)
         elif isinstance(message, READER_MESSAGES):
@@ -280,6 +286,7 @@ class NodeCore:
     def _worker_came(self, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:
         """A new worker knows no sequence: it is told of every request's."""
         self.worker_up = True
+        self._announce(now, out)
         out += [ev.OpenSequence(seq=r.seq, sampling=r.sampling, request=r.request) for r in self.requests.all()]
 
     def _worker_lost(self, event: ev.WorkerLost, now: int, out: list[ev.NodeEffect]) -> None:
@@ -300,9 +307,16 @@ class NodeCore:
             out.append(ev.RestartMover(epoch=self.epoch))
             return
         self.mover_up = True
-        self._membership(ms.OwnAgentChanged(agent=event.agent), now, out)
+        self._agent = event.agent
+        self._announce(now, out)
         out += self.peers.mover_up()
         out.append(ev.AdvertiseLeases(leases=self.offers.held()))
+
+    def _announce(self, now: int, out: list[ev.NodeEffect]) -> None:
+        """Peers hear of an agent once there is something behind it: a worker that can compute what they ask for."""
+        if self.worker_up and self.mover_up and self._agent is not None:
+            self._membership(ms.OwnAgentChanged(agent=self._agent), now, out)
+            self._agent = None
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""

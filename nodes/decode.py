@@ -30,7 +30,6 @@ from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect
 from .scheduler import Scheduler, Sequence, give_up_blocks
 from .timeline import Marks
 
-
 WORKER_LOSSES_MAX = 2
 
 
