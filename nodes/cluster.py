@@ -248,7 +248,7 @@ async def is_ready(node: NodeProcess) -> bool:
             status = await client.status()
     except (PdError, TimeoutError):
         return False
-    up = [peer.get("name") for peer in status.get("peers", []) if peer.get("state") == "up"]
+    up = [p.get("name") for p in status.get("peers", []) if p.get("state") == "up" and not p.get("detail")]
     linked = all(name in up for name in node.joined)
     return bool(status.get("ready")) and linked and (not node.http or await http_ok(f"{node.http}/health/ready"))
 
