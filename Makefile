@@ -24,7 +24,7 @@ $(READY): pyproject.toml
 	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV) || \
 	  { echo "python's venv module does not work here (Debian: apt install python3-venv)" >&2; exit 2; }
 	@echo "installing pdbus, torch and nixl into $(VENV): some minutes the first time"
-	@$(BIN)/pip install -q --progress-bar off -e '.[dev]'
+	@$(BIN)/pip install -qq -e '.[dev]'
 	@touch $@
 
 demo: $(READY)
