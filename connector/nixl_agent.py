@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,7 @@ class NixlAgent:
 
 def load_flavour() -> Any:
     """The API module of the installed NIXL flavour. Raises Broken when none can be loaded."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it reads this when imported, and logs to stdout
     problems = []
     for flavour in FLAVOURS:
         try:
