@@ -1,7 +1,8 @@
 """One request's way through all nodes, out of their recordings.
 
 A record belongs to a request when its payload names the request, the client's id for it, or a read or lease that
-another record of the same node ties to it. The meaning of payloads is not known here, only their field names.
+another record ties to it: by naming both, or by being the effect of one that names the request. The meaning of payloads
+is not known here, only their field names.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.recorder import SUFFIX, Record, Recording, RecordingHeader, read
 
 DETAIL_CHARS_MAX = 160
+KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
 EXIT_NOT_FOUND = 1
 
 Tie = tuple[Any, ...]
@@ -77,8 +80,14 @@ def _offsets(headers: Sequence[RecordingHeader]) -> list[int]:
 
 def _moments(recording: Recording, offset_ns: int) -> Iterator[Moment]:
     header = recording.header
+    cause, causing = 0, tuple[Tie, ...]()  # the last input and the requests that it names: its effects follow it
     for record in recording:
         ties = tuple(dict.fromkeys(_ties(record.payload, (header.node, header.incarnation))))
+        requests = tuple(tie for tie in ties if tie[0] == "request")
+        if not record.cause:
+            cause, causing = record.sequence, requests
+        elif record.cause == cause and ties and not requests:
+            ties += causing
         yield Moment(record.now_ns + offset_ns, header.node, record, ties)
 
 
@@ -156,13 +165,18 @@ def _colours(moments: Sequence[Moment]) -> dict[str, str]:
 def _describe(record: Record) -> tuple[str, str]:
     payload = record.payload if isinstance(record.payload, dict) else {"": record.payload}
     tag = payload.get("t", "")
-    parts = [f"{key}={_brief(value)}" for key, value in payload.items() if key != "t" and value not in (None, b"", [])]
-    details = " ".join(parts)
+    what = record.kind if tag in ("", record.kind.partition(" ")[0]) else f"{record.kind} {tag}"
+    message = payload.get("message")
+    inner = message if isinstance(message, dict) else {}
+    details = _fields({**{k: v for k, v in payload.items() if k != "message" or not inner}, **inner})
     if len(details) > DETAIL_CHARS_MAX:
         details = details[: DETAIL_CHARS_MAX - 1] + "…"
-    return record.kind if tag in ("", record.kind.partition(" ")[0]) else f"{record.kind} {tag}", details.replace(
-        "[", "\\["
-    )
+    return what, escape(details)
+
+
+def _fields(values: dict[str, Any]) -> str:
+    shown = ((k, v) for k, v in values.items() if k not in KNOWN_ANYWAY and v not in (None, b"", [], ""))
+    return " ".join(f"{k.rstrip('_')}={_brief(v)}" for k, v in shown)
 
 
 def _brief(value: Any) -> str:
@@ -170,6 +184,10 @@ def _brief(value: Any) -> str:
         return value.hex() if len(value) <= 4 else f"{value[:4].hex()}…({len(value)} B)"
     if isinstance(value, list):
         return f"({', '.join(map(_brief, value[:3]))}{f', … {len(value)}' if len(value) > 3 else ''})"
-    if isinstance(value, dict):
-        return "{" + " ".join(f"{k}={_brief(v)}" for k, v in value.items() if v not in (None, b"", [])) + "}"
-    return str(value)
+    if not isinstance(value, dict):
+        return str(value)
+    if "attempt" in value and "request" in value:
+        return f"{value.get('node')}/{value['attempt']}"
+    if "generation" in value:
+        return f"{value.get('node')}/{value.get('epoch')}/{value['generation']}"
+    return "{" + _fields(value) + "}"

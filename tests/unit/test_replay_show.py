@@ -80,6 +80,20 @@ def test_a_request_is_followed_over_nodes_reads_and_leases(folder: Path, wanted:
     assert story(folder, wanted) == WHOLE_STORY
 
 
+def test_a_read_that_names_no_request_follows_its_cause(tmp_path: Path) -> None:
+    """StartRead names a read and a peer alone; the message that led to it tells whose it is."""
+    recorder = Recorder(tmp_path, "d", b"d" * 16)
+    for request, read in ((REQUEST, 5), (OTHER, 6)):
+        came = recorder.append("MessageCame", {"try_": {"request": request, "attempt": 1}}, 1)
+        recorder.append("StartRead", {"t": "StartRead", "read": read}, 1, came)
+    recorder.append("ReadEnded", {"t": "ReadEnded", "read": 6}, 2)
+    recorder.append("ReadEnded", {"t": "ReadEnded", "read": 5}, 3)
+    recorder.close()
+    moments, _ = load([tmp_path])
+    (request,) = find(moments, "a1b2")
+    assert [m.record.sequence for m in belonging(moments, request)] == [1, 2, 6]
+
+
 def test_show_prints_the_story(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show_request("a1b2", [folder]) == 0
     out = capsys.readouterr().out
