@@ -1,0 +1,122 @@
+"""Real clusters for live tests: started once a module, checked clean after every test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+from pdbus.bus.client import Client
+from pdbus.bus.messages import Finished
+from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.node_process import NodeProcess
+
+T = TypeVar("T")
+CLEAN_S = 10.0  # for the last lease to end and the last read to be reported, on a busy machine
+
+
+class Answered(NamedTuple):
+    """A whole answer and how it ended."""
+
+    tokens: list[int]
+    text: str
+    finished: Finished
+
+
+class Live:
+    """A cluster, its oracle (one node doing both jobs, linked to nobody), and a loop to talk to them in."""
+
+    def __init__(self, runner: asyncio.Runner, cluster: Cluster, oracle: Cluster) -> None:
+        self.cluster = cluster
+        self._oracle = oracle
+        self._runner = runner
+
+    @property
+    def prefill(self) -> NodeProcess:
+        return self.cluster.prefill[0]
+
+    @property
+    def decode(self) -> NodeProcess:
+        return self.cluster.decode[0]
+
+    @property
+    def oracle(self) -> NodeProcess:
+        return self._oracle.both[0]
+
+    async def start(self) -> None:
+        await asyncio.gather(self.cluster.start(), self._oracle.start())
+
+    async def stop(self) -> None:
+        await asyncio.gather(self.cluster.stop(timeout_s=20), self._oracle.stop(timeout_s=20))
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def wait() -> T:
+            return await work
+
+        return self._runner.run(wait())
+
+    def ask(self, node: NodeProcess, question: Callable[[Client], Awaitable[T]]) -> T:
+        """What `question` gives with a client of that node."""
+
+        async def ask() -> T:
+            async with Client(node.address) as client:
+                return await question(client)
+
+        return self.run(ask())
+
+    def both_answer(self, prompt: Any, **sampling: Any) -> tuple[Answered, Answered]:
+        """The same request at the decode node and at the oracle."""
+        here = self.ask(self.decode, lambda client: answer(client, prompt, **sampling))
+        there = self.ask(self.oracle, lambda client: answer(client, prompt, **sampling))
+        return here, there
+
+    def check_clean(self) -> None:
+        """Both ledgers: nothing but free and cached blocks left, no lease, no read, no request."""
+        self.run(self._until_clean())
+
+    async def _until_clean(self) -> None:
+        for node in (*self.cluster.nodes, *self._oracle.nodes):
+            if not node.running:
+                continue
+            async with Client(node.address) as client:
+                for _ in range(int(CLEAN_S / 0.05)):
+                    reply = await client.ledger()
+                    if reply.clean:
+                        break
+                    await asyncio.sleep(0.05)
+                assert reply.clean, f"{node.name}: {reply.ledger}"
+
+
+async def answer(client: Client, prompt: Any, **sampling: Any) -> Answered:
+    generation = client.generate(prompt, **sampling)
+    async for _ in generation:
+        pass
+    assert generation.finished is not None
+    return Answered(generation.tokens, generation.text, generation.finished)
+
+
+@contextmanager
+def live_cluster(prefill: int = 1, decode: int = 1, **arguments: Any) -> Iterator[Live]:
+    with asyncio.Runner() as runner:
+        live = Live(runner, Cluster(prefill, decode, **arguments), Cluster(0, 0, both=1, **arguments))
+        try:
+            live.run(live.start())
+            yield live
+        finally:
+            live.run(live.stop())
+
+
+@pytest.fixture(scope="module")
+def coded_cluster() -> Iterator[Live]:
+    """1P + 1D and an oracle, coded engine over real NIXL: every byte read is checked, every token depends on all."""
+    with live_cluster(options={"engine": "coded", "kv_blocks": 512, "prefill_chunk": 64}) as live:
+        yield live
+
+
+@pytest.fixture
+def coded(coded_cluster: Live) -> Iterator[Live]:
+    yield coded_cluster
+    coded_cluster.check_clean()
