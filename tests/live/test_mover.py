@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from pdbus.bus.errors import Broken
-from pdbus.bus.wire import pack_u32
+from pdbus.bus.wire import pack_u32, replace
 from pdbus.connector.ipc import (
     Advertise,
     FromMover,
@@ -319,14 +319,19 @@ def test_garbage_metadata_refuses_the_peer_and_hurts_nobody(pair: tuple[Side, Si
 
 def test_peer_with_other_blocks_is_refused(pair: tuple[Side, Side]) -> None:
     owner, reader = pair
-    other = owner.as_peer()
-    reader.say(
-        PeerAdd(
-            peer="other", agent_name="other", metadata=other.metadata, base_address=other.base_address,
-            region_bytes=SLAB_BYTES, block_bytes=BLOCK_BYTES * 2,
-        )
-    )  # fmt: skip
+    reader.say(replace(owner.as_peer(), peer="other", agent_name="other", block_bytes=BLOCK_BYTES * 2))
     assert reader.hear(PeerAdded).problem == f"block_bytes: theirs {BLOCK_BYTES * 2}, ours {BLOCK_BYTES}"
+
+
+def test_metadata_of_another_agent_is_refused(pair: tuple[Side, Side]) -> None:
+    """Reading from the wrong agent would succeed, and bring the wrong bytes."""
+    owner, reader = pair
+    reader.say(replace(owner.as_peer(), peer="other", agent_name="other"))
+    added = reader.hear(PeerAdded)
+    assert added.peer == "other" and added.problem
+    read(reader, owner, [3], [4])
+    assert reader.hear(ReadEnded).problem == ""
+    assert_only(reader, {4: 3})
 
 
 def test_peer_is_added_once(pair: tuple[Side, Side]) -> None:
@@ -394,6 +399,16 @@ def test_owner_outlives_a_killed_reader_or_says_how_it_died(live: LiveRig) -> No
     except Broken:
         assert owner.ended().signal in {"SIGABRT", "SIGSEGV"}
     assert block_of(owner, 399) == coded(399)
+
+
+@pytest.mark.parametrize("live", ["default"], indirect=True)
+@pytest.mark.live
+def test_region_that_the_metadata_does_not_hold_is_refused(live: LiveRig) -> None:
+    owner, reader = live.start(), live.start()
+    reader.say(replace(owner.as_peer(), region_bytes=2 * SLAB_BYTES))
+    assert "region" in reader.hear(PeerAdded).problem
+    reader.say(ProbeMover(probe=1))
+    assert reader.hear(MoverAlive).reads == 0
 
 
 def test_stop_without_reads_exits_cleanly(live: LiveRig) -> None:
