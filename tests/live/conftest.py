@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -120,3 +121,25 @@ def coded_cluster() -> Iterator[Live]:
 def coded(coded_cluster: Live) -> Iterator[Live]:
     yield coded_cluster
     coded_cluster.check_clean()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama: two layers, real tokenizer file, seed 0."""
+    from pdbus.nodes.models.random_llama import write_random_llama
+
+    return write_random_llama(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def torch_cluster(tiny_llama: Path) -> Iterator[Live]:
+    """1P + 1D and an oracle, torch engine, `--deterministic`: tokens are to be equal bitwise."""
+    options = {"model": str(tiny_llama), "deterministic": True, "kv_blocks": 256, "prefill_chunk": 64}
+    with live_cluster(options=options) as live:
+        yield live
+
+
+@pytest.fixture
+def deterministic(torch_cluster: Live) -> Iterator[Live]:
+    yield torch_cluster
+    torch_cluster.check_clean()

@@ -1,0 +1,80 @@
+"""Same tokens: with `--deterministic`, P + D equals one node bitwise, greedy and seeded, whatever is cached where."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from pdbus.bus.client import Client
+
+from .conftest import Answered, Live, answer
+
+pytestmark = pytest.mark.live
+
+B, CHUNK = 16, 64
+LENGTHS = (1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "top_k": 40, "top_p": 0.9}
+
+
+def prompt(length: int, salt: int) -> list[int]:
+    return random.Random(f"{length}/{salt}").choices(range(4, 256), k=length)
+
+
+def assert_same(here: Answered, there: Answered) -> None:
+    assert here.finished.error is None, here.finished.error
+    assert (here.tokens, here.text) == (there.tokens, there.text)
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length_gives_the_tokens_of_one_node(deterministic: Live, length: int, sampling: dict[str, Any]) -> None:
+    salt = 1 + bool(sampling)
+    here, there = deterministic.both_answer(prompt(length, salt), max_tokens=24, ignore_eos=True, **sampling)
+    assert_same(here, there)
+    assert here.finished.timeline.remote
+    assert len(here.tokens) == 24
+
+
+@pytest.mark.parametrize("warm_blocks", [1, 2, 4])
+def test_with_blocks_already_on_the_decode_node(deterministic: Live, warm_blocks: int) -> None:
+    whole = prompt(4 * B + 5, salt=10 + warm_blocks)
+    deterministic.ask(deterministic.decode, lambda c: answer(c, [*whole[: warm_blocks * B], 7], max_tokens=2))
+    here, there = deterministic.both_answer(whole, max_tokens=16, ignore_eos=True)
+    assert_same(here, there)
+    assert here.finished.cached_tokens == warm_blocks * B
+
+
+def test_with_the_prefill_nodes_cache_warm(deterministic: Live) -> None:
+    """An answer of one token is not kept by the decode node: only the prefill node has the prompt's blocks then."""
+    whole = prompt(5 * B + 3, salt=20)
+    deterministic.both_answer(whole, max_tokens=1)
+    here, there = deterministic.both_answer(whole, max_tokens=16, ignore_eos=True)
+    assert_same(here, there)
+    assert here.finished.timeline.remote
+
+
+def test_eight_requests_interleaved(deterministic: Live) -> None:
+    """Rows of eight sequences share steps on both sides, and not one bit of a neighbour shows."""
+    asked = [(prompt(n, salt=30), SEEDED | {"seed": n}) for n in (3, 15, 16, 33, 64, 65, 100, 150)]
+
+    async def all_at_once(client: Client) -> list[Answered]:
+        work = [answer(client, p, max_tokens=20, ignore_eos=True, **s) for p, s in asked]
+        return list(await asyncio.gather(*work))
+
+    async def one_by_one(client: Client) -> list[Answered]:
+        return [await answer(client, p, max_tokens=20, ignore_eos=True, **s) for p, s in asked]
+
+    together = deterministic.ask(deterministic.decode, all_at_once)
+    alone = deterministic.ask(deterministic.oracle, one_by_one)
+    for here, there in zip(together, alone, strict=True):
+        assert_same(here, there)
+
+
+def test_logprobs_are_those_of_one_node(deterministic: Live) -> None:
+    async def logprobs(client: Client) -> list[Any]:
+        generation = client.generate(prompt(50, salt=40), max_tokens=8, logprobs=3, ignore_eos=True)
+        return [token.logprobs async for token in generation]
+
+    assert deterministic.ask(deterministic.decode, logprobs) == deterministic.ask(deterministic.oracle, logprobs)
