@@ -84,7 +84,7 @@ FAILURES: dict[Why, Failure] = {
     Why.NO_ANSWER: Failure(_READING, cancel=True, suspect=True),
     Why.NOT_HELD: Failure(_READING, cancel=False, suspect=False),
     Why.NOT_RENEWED: Failure(_BOTH, cancel=True, suspect=True),
-    Why.STALE_PEER: Failure(_BOTH, cancel=False, suspect=False),
+    Why.STALE_PEER: Failure(_BOTH, cancel=False, suspect=True),
     Why.OTHER_LEASE: Failure(_BOTH, cancel=False, suspect=False),  # whoever named that lease is sent its cancel
     Why.PROTOCOL: Failure(_READING, cancel=True, suspect=True),
     Why.READ_FAILED: Failure(_READING, cancel=True, suspect=True),

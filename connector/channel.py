@@ -30,9 +30,9 @@ PR_SET_PDEATHSIG = 1
 Received = TypeVar("Received", bound=Declared)
 
 
-def make_run_directory() -> Path:
-    """A new directory of mode 0700 for one control process's channels. The caller removes it."""
-    return Path(tempfile.mkdtemp(prefix="pdbus-"))
+def make_run_directory(parent: str = "") -> Path:
+    """A new directory of mode 0700 for one control process's channels, in `parent`. The caller removes it."""
+    return Path(tempfile.mkdtemp(prefix="pdbus-", dir=parent or None))
 
 
 def endpoint_in(directory: Path, name: str) -> str:

@@ -64,7 +64,7 @@ def run_node(config: NodeConfig) -> int:
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
     slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
-    directory = make_run_directory()
+    directory = make_run_directory(config.run_dir)
     control = Control(config, setup, slab, directory)
     try:
         return await control.run()

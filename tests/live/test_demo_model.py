@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tests.torch_models import Loaded, Walk, load, run
 from tokenizers import Tokenizer
 
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes.engines.attention import FreshAttend, Plan
 from pdbus.nodes.models.demo import demo_folder, fetch_demo_model
+
+from tests.torch_models import Loaded, Walk, load, run
 
 pytestmark = pytest.mark.model
 EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "demo_model.json").read_text())

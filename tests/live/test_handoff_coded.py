@@ -1,4 +1,4 @@
-"""Right bytes: with the coded engine a single wrong byte of KV, anywhere in the prompt, is named and ends the request."""
+"""Right bytes: with the coded engine a single wrong byte of KV, anywhere in the prompt, ends the request and is named."""
 
 from __future__ import annotations
 

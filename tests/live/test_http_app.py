@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fake_node import FakeNode, silent
-from tests.loop import on_loop, until
 
 from pdbus.bus import wire
 from pdbus.bus.endpoint import Received
@@ -22,6 +20,9 @@ from pdbus.bus.messages import Cancel, Generate
 from pdbus.connector.process import Child, Exit, spawn
 from pdbus.nodes.http.listening import HttpArgs, listen
 from pdbus.nodes.http.stream import BODY_BYTES_MAX
+
+from tests.fake_node import FakeNode, silent
+from tests.loop import on_loop, until
 
 pytestmark = pytest.mark.live
 

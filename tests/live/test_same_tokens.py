@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+
 from pdbus.bus.client import Client
 
 from .conftest import Answered, Live, answer

@@ -6,7 +6,6 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fake_net import Net, Node, S
 
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
@@ -25,6 +24,8 @@ from pdbus.bus.messages import (
     Welcome,
 )
 from pdbus.bus.wire import Header
+
+from tests.fake_net import Net, Node, S
 
 OWN = b"own"
 NAMES = ("p", "q", "me", "")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.torch_models import Walk, load, prompt_of, run
 from tokenizers import Tokenizer
 
 from pdbus.bus.errors import ConfigError
@@ -19,6 +18,8 @@ from pdbus.bus.messages import Sampling
 from pdbus.nodes.models.config import resolve_model
 from pdbus.nodes.models.gguf import GLOBAL_NAMES, LAYER_NAMES
 from pdbus.nodes.models.random_llama import write_random_llama
+
+from tests.torch_models import Walk, load, prompt_of, run
 
 TOKENS = ["<end>", *"abcdefgh", "ab", "Ġ", "Ġa", *map(str, range(10))]
 MERGES = ["a b", "Ġ a"]

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fake_client import REQUEST, STATUS, FakeClient, finished, token
 
 from pdbus.bus.errors import Broken, DeadlineExceeded, Overloaded, PdError, RequestError
 from pdbus.bus.messages import Error, TokenLogprob
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.stream import BODY_BYTES_MAX
+
+from tests.fake_client import REQUEST, STATUS, FakeClient, finished, token
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}

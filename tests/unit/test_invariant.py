@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.torch_models import Loaded, Walk, cut, load, prompt_of, run
 
 from pdbus.bus.messages import Sampling
 from pdbus.nodes.engines.invariant import ROWS, measure_tiles
 from pdbus.nodes.models.random_llama import write_random_llama
+
+from tests.torch_models import Loaded, Walk, cut, load, prompt_of, run
 
 LENGTH, TOKENS, VOCAB = 300, 8, 384  # more than one tile of keys
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.fake_net import Net, Node, S
 
 from pdbus.bus import members as ms
 from pdbus.bus.known import PEERS
@@ -24,6 +23,8 @@ from pdbus.bus.messages import (
     Welcome,
 )
 from pdbus.bus.wire import Header
+
+from tests.fake_net import Net, Node, S
 
 
 def pair() -> tuple[Net, Node, Node]:

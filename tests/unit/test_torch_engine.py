@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.torch_models import Loaded, Walk, cut, load, prompt_of, run
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pdbus.bus.errors import Broken, ConfigError, LocalProtocolError
@@ -17,6 +16,8 @@ from pdbus.connector.ipc import StepRow
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines.torch_engine import TorchEngine
 from pdbus.nodes.models.random_llama import write_random_llama
+
+from tests.torch_models import Loaded, Walk, cut, load, prompt_of, run
 
 VOCAB = 384
 LENGTH = 70

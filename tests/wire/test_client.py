@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
-from tests.fake_node import FakeNode, answer_words, silent
-from tests.loop import on_loop, until
 
 import pdbus.bus.client as client_module
 from pdbus.bus import (
@@ -28,6 +26,9 @@ from pdbus.bus import (
 from pdbus.bus.endpoint import Received
 from pdbus.bus.messages import Cancel, Credit, Error, Finished, Generate, Heartbeat, Hello
 from pdbus.bus.wire import pack_u32, unpack_u32
+
+from tests.fake_node import FakeNode, answer_words, silent
+from tests.loop import on_loop, until
 
 
 @asynccontextmanager

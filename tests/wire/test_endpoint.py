@@ -12,7 +12,6 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.loop import on_loop, until
 
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import (
@@ -28,6 +27,8 @@ from pdbus.bus.errors import (
 from pdbus.bus.frames import MESSAGE_BYTES_MAX
 from pdbus.bus.messages import Cancel, Cancelled, Error, Generate, Heartbeat, Status, StatusReply
 from pdbus.bus.wire import FRAMES_MAX, Header, decode, encode
+
+from tests.loop import on_loop, until
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

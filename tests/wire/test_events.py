@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import zmq
-from tests.fake_node import FakeNode
-from tests.loop import on_loop, until
 
 from pdbus.bus import Client, RequestError
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import EventsSnapshot, Published
 from pdbus.bus.publisher import Publisher, Subscriber
 from pdbus.bus.wire import Header
+
+from tests.fake_node import FakeNode
+from tests.loop import on_loop, until
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.wire.golden import FILE, HEADER, example, frames_hex
 
 from pdbus.bus.frames import unpack
 from pdbus.bus.messages import MESSAGES
+
+from tests.wire.golden import FILE, HEADER, example, frames_hex
 
 GOLDEN: dict[str, list[str]] = json.loads(FILE.read_text())
 
