@@ -4,7 +4,8 @@ Theory of operation. A publisher numbers a topic's events from 1 in each of its 
 kept and not applied; the snapshot says up to which number it already holds them, and those that are newer follow.
 While *live*, the next number is applied, an old one is a duplicate, and a gap (a *hole*), or another life of the
 publisher, means syncing again. Lives that were left are remembered, so that a late event does not bring them back;
-the answer to our latest question is believed whatever life it comes from, since that life was there to be asked.
+the answer to our latest question is believed whatever life it comes from, since that life was there to be asked,
+unless an event has shown another life after we asked: then we ask again.
 A topic without snapshots is followed from what comes first, with its holes.
 """
 
@@ -108,7 +109,8 @@ class EventStream:
         self._incarnation = b""
         self._left: dict[bytes, None] = {}
         self._kept: dict[int, Published] = {}
-        self._asked = 0
+        self._asked = 0  # number of the latest question
+        self._met = 0  # which question was open when an event showed the life that we follow
         self._retry_ns: int | None = None
 
     def handle(self, event: StreamEvent, now_ns: int) -> list[StreamEffect]:
@@ -148,6 +150,7 @@ class EventStream:
     def _new_life(self, incarnation: bytes, now_ns: int) -> list[StreamEffect]:
         first = not self._incarnation
         self._adopt(incarnation)
+        self._met = self._asked
         if self.state is StreamState.SYNCING:
             return [] if first else self._ask(now_ns)
         return self._sync("event" if self.state is StreamState.IDLE else "new life", now_ns)
@@ -171,6 +174,8 @@ class EventStream:
         if self.state is not StreamState.SYNCING or event.ask != self._asked:
             return []
         if event.incarnation != self._incarnation:
+            if self._met == self._asked:
+                return self._ask(now_ns)  # the question is older than the event: nobody knows which life is newer
             self._adopt(event.incarnation)
         self._move("snapshot")
         self._retry_ns = None
