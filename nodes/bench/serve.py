@@ -47,11 +47,8 @@ def _random_model() -> Path:
 
 async def _run(prompt_tokens: int, requests: int, model: str) -> dict[str, Any]:
     options: dict[str, str | int | float | bool] = {
-        "model": model,
-        "threads": 1,
-        "max_model_len": prompt_tokens + ANSWER_TOKENS,
-        "prefill_chunk": 256,
-    }
+        "model": model, "threads": 1, "max_model_len": prompt_tokens + ANSWER_TOKENS, "prefill_chunk": 256,
+    }  # fmt: skip
     async with AsyncExitStack() as stack:
         pair = await stack.enter_async_context(Cluster(1, 1, options=options))
         one = await stack.enter_async_context(Cluster(0, 0, both=1, options={**options, "cpus": _first_core()}))
