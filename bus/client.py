@@ -76,6 +76,7 @@ class Client:
         self._node: Node | None = None
         self._greeting = asyncio.Lock()
         self._live: dict[str, Generation] = {}
+        self._subscriptions: list[Subscription] = []
         self._generations = 0
         self._heard_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
@@ -93,9 +94,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End every generation (the node is told) and the connection."""
+        """End every generation (the node is told), every subscription, and the connection."""
         if self._endpoint is None:
             return
+        for subscription in self._subscriptions:
+            subscription.close()
+        self._subscriptions.clear()
         for generation in list(self._live.values()):
             self._send_cancel(generation)
         self._drop_node(Closed("the client was closed"), linger_ms=100)
@@ -182,7 +186,9 @@ class Client:
 
         `async with client.subscribe(["node.load"]) as events: async for published in events: ...`
         """
-        return Subscription(self, topics)
+        subscription = Subscription(self, topics)
+        self._subscriptions = [*(s for s in self._subscriptions if not s.closed), subscription]
+        return subscription
 
     async def ask_any(self, message: Message, reply_type: type[M]) -> tuple[bytes, M]:
         """For Subscription: an answer, and the incarnation that gave it."""

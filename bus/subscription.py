@@ -49,7 +49,7 @@ class Subscription:
         self._news = asyncio.Event()
         self._subscriber: Subscriber | None = None
         self._asks: dict[str, asyncio.Task[None]] = {}
-        self._closed = False
+        self.closed = False
 
     async def __aenter__(self) -> Subscription:
         await self._start()
@@ -64,7 +64,7 @@ class Subscription:
     async def __anext__(self) -> Published:
         await self._start()
         while not self._queue:
-            if self._closed:
+            if self.closed:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
@@ -74,7 +74,7 @@ class Subscription:
         self.close()
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for task in self._asks.values():
             task.cancel()
         self._asks.clear()
@@ -84,7 +84,7 @@ class Subscription:
         self._news.set()
 
     async def _start(self) -> None:
-        if self._subscriber is not None or self._closed:
+        if self._subscriber is not None or self.closed:
             return
         node = await self._client.node()
         if not node.hello.events:

@@ -168,6 +168,20 @@ def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
     assert follower.asks == [1, 2]
 
 
+def test_the_answer_to_an_earlier_question_no_longer_counts() -> None:
+    """It may come from a life that has ended since, and would make the present one look like the old."""
+    truth, follower = Publisher(), Follower()
+    follower.handle(follower.stream.handle(Subscribed(), 0))
+    follower.handle(follower.stream.handle(truth.put("a", 1), 0))
+    late = truth.snapshot(follower.asks[-1])
+    truth.restart()
+    follower.handle(follower.stream.handle(truth.put("a", 2), 0))
+    assert follower.stream.handle(late, 0) == []
+    follower.handle(follower.stream.handle(truth.snapshot(follower.asks[-1]), 0))
+    follower.handle(follower.stream.handle(truth.put("a", 3), 0))
+    assert follower.copy == {"a": 3}
+
+
 def test_a_topic_without_snapshots_is_followed_from_what_comes_first() -> None:
     truth, follower = Publisher(), Follower()
     truth.put("missed", 0)

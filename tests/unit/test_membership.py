@@ -91,6 +91,20 @@ def test_agents_follow_a_welcome_and_every_new_epoch() -> None:
     assert [a.name for a in peer.agents] == ["two"]
 
 
+def test_a_new_epoch_voids_the_agents_of_all_ranks() -> None:
+    """A read from a rank's old agent would reach memory that is gone."""
+    net, p, d = pair()
+    for agent in (Agent(epoch=1, rank=0), Agent(epoch=1, rank=1), Agent(epoch=2, rank=0)):
+        p.handle(ms.OwnAgentChanged(agent=agent))
+    net.deliver()
+    d2 = Node(net, "d2", "decode")
+    d2.join(p)
+    for node in (d, d2):
+        peer = node.machine.peer("p")
+        assert peer is not None
+        assert [(a.epoch, a.rank) for a in peer.agents] == [(2, 0)]
+
+
 def test_an_agent_of_an_epoch_that_is_over_is_ignored() -> None:
     _, p, d = pair()
     link = d.machine.prefill_peers()[0].link

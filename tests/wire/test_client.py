@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -330,6 +331,18 @@ async def test_a_node_that_falls_silent_is_an_error_that_names_it() -> None:
         node.deaf = True
         with pytest.raises(Broken, match=rf"d1 at {node.address} has been silent for"):
             await generation.whole()
+
+
+@pytest.mark.usefixtures("quick")
+@on_loop
+async def test_a_pause_of_our_own_is_not_the_nodes_silence() -> None:
+    """A script that computes between tokens without awaiting would lose its answer."""
+    node = FakeNode(silent)
+    async with talking(node) as client:
+        generation = client.generate("x")
+        await until(lambda: node.count(Generate))
+        time.sleep(0.6)  # noqa: ASYNC251
+        assert (await generation.cancel()).reason == "cancelled"
 
 
 @on_loop

@@ -381,6 +381,23 @@ async def test_a_cut_connection_is_told_and_remade() -> None:
 
 
 @on_loop
+async def test_a_connection_that_comes_back_under_its_identity_takes_over() -> None:
+    """After a cut that only one end has seen, the old connection would keep the name, and answers go nowhere."""
+    with recorders("node") as (node,):
+        address = node.endpoint.bind(ANY_PORT)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        sockets = [context.socket(zmq.DEALER) for _ in range(2)]
+        for i, socket in enumerate(sockets, 1):
+            socket.identity = b"the same"
+            socket.connect(address)
+            socket.send_multipart([b"pd1.status", HEADER, encode(Status())])
+            await until(lambda i=i: len(node.heard) == i)  # type: ignore[misc]
+        await until(lambda: sockets[1].poll(0))
+        assert node.heard[0].link == node.heard[1].link
+        context.destroy(linger=0)
+
+
+@on_loop
 async def test_a_taken_address_is_a_config_error_that_names_the_setting() -> None:
     with recorders("one", "two") as (one, two):
         address = one.endpoint.bind(ANY_PORT)

@@ -161,3 +161,18 @@ async def test_closing_a_subscription_ends_the_iteration_and_leaves_no_descripto
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
         assert len(asyncio.all_tasks()) == 1
     node.close()
+
+
+@on_loop
+async def test_a_subscription_ends_with_its_client() -> None:
+    node = FakeNode()
+    node.bind()
+    client = Client(node.address)
+    async with client:
+        events = client.subscribe(["load@fake"])
+        await events.__aenter__()
+        await until(ready(node.publisher, events._queue, "load"))
+    events._queue.clear()
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+    node.close()
