@@ -27,6 +27,7 @@ from .messages import Agent, Drain, Goodbye, Heartbeat, Hello, Member, Message, 
 from .roster import Roster
 from .wire import Header, replace
 
+LEAVING = Refused(reason="this node is shutting down")
 NEVER_STALE = ("error", "goodbye", "refused", "welcome")  # no use in answering these with stale_peer
 
 
@@ -222,7 +223,8 @@ class Membership:
 
     def _hello_received(self, event: ms.HelloReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message
-        if refusal := self._refuse(event, now_ns):
+        refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
+        if refusal := LEAVING if self._leaving else refusal:
             self._roster.turn_away(header, hello, refusal.reason)
             return [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
         welcome = self._answer(
@@ -234,11 +236,6 @@ class Membership:
         known.inn = event.link
         self._want(known, now_ns)
         return [*effects, welcome, *self._present(known, event.link), *self._announce(known)]
-
-    def _refuse(self, event: ms.HelloReceived, now_ns: int) -> Refused | None:
-        if self._leaving:
-            return Refused(reason="this node is shutting down")
-        return self._roster.refusal(event, self._hello, self._dials, now_ns)
 
     def _welcome_received(self, event: ms.WelcomeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
@@ -493,8 +490,6 @@ class Membership:
             self._dials.fail(dial, reason, now_ns)
         known.out = ""
         return [*effects, ms.PeerDown(peer=known.record(), reason=reason, proven=proven)]
-
-    # ------------------------------------------------------------ helpers
 
     def _send(self, known: Known, link: str, message: Message) -> ms.SendOn:
         return ms.SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)
