@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
+from pdbus.bus.errors import Broken
 from pdbus.bus.wire import Declared, replace
 from pdbus.connector.channel import ControlChannel, endpoint_in
 from pdbus.connector.ipc import MoverArgs, WorkerArgs
@@ -55,6 +57,7 @@ class Managed(Generic[Received]):
         self._threads = threads
         self._lives = 0
         self._heard = False  # this life has said its first word
+        self._stopping = False  # this life has been asked to end
         self._child: Child | None = None
         self._channel: ControlChannel[Received] | None = None
 
@@ -66,7 +69,7 @@ class Managed(Generic[Received]):
         """Spawn it, with some of its arguments changed, on a fresh endpoint: no life hears what the last was told."""
         self._lives += 1
         endpoint = endpoint_in(self._directory, f"{self._module.rpartition('.')[2]}-{self._lives}")
-        self._heard = False
+        self._heard = self._stopping = False
         self._channel = ControlChannel(self._context, endpoint, self._receives, self._hear)
         args = replace(self._args, endpoint=endpoint, **changes)
         self._child = await spawn(self._module, args, threads=self._threads, on_exit=self._reaped)
@@ -77,13 +80,21 @@ class Managed(Generic[Received]):
             await self._channel.run()
 
     def send(self, message: Declared) -> None:
-        """Dropped until it has said that it is ready: a new life is told everything then."""
-        if self._channel is not None and self._heard:
+        """Dropped until it has said that it is ready: a new life is told everything then. One that does not read is
+        dying or stuck, and is seen to its end: what it was told last is part of what its end undoes."""
+        if self._channel is None or not self._heard:
+            return
+        try:
             self._channel.send(message)
+        except Broken:
+            if self._child is not None and not self._stopping:
+                self._child.signal(signal.SIGKILL)
 
     async def stop(self) -> None:
+        """One that has not spoken yet cannot hear either: it gets SIGTERM at once."""
+        self._stopping = True
         if self._child is not None:
-            await self._child.stop(lambda: self.send(self._stop), STOP_WAIT_S)
+            await self._child.stop(lambda: self.send(self._stop), STOP_WAIT_S if self._heard else 0)
 
     def _hear(self, message: Received) -> None:
         self._heard = True
