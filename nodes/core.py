@@ -114,6 +114,8 @@ class NodeCore:
         """After anything: admit who waits, plan a step if none is out, say what has become true."""
         if self.peers.drain_asked and self.drain_until is None:
             self._drain(ev.DrainAsked(), now, out)
+        if self._reads and not self.mover_up:
+            self._reads_are_over(now, out)
         for fetch in self.requests.admit(now):
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
@@ -140,7 +142,7 @@ class NodeCore:
         message, header = event.message, event.header
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
-        if isinstance(message, PrefillRequest) and not self.worker_up:
+        if isinstance(message, PrefillRequest) and not (self.worker_up and self.mover_up):
             failed = PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
             out.append(ev.Send(link=event.link, to=header.from_, to_inc=header.from_inc, message=failed))
         elif isinstance(message, PrefillRequest):
@@ -243,14 +245,9 @@ class NodeCore:
             case ho.Ask() | ho.Say():
                 out.append(ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message))
             case ho.PostRead():
-                self._reads[effect.read] = effect.request
-                self.requests.read_posted(effect.request, now)
-                peer = peer_key(effect.node, effect.incarnation, effect.epoch)
-                out.append(ev.StartRead(read=effect.read, peer=peer, source=effect.source, target=effect.target))
+                self._post_read(effect, now, out)
             case ho.FirstTokenKnown():
-                request = self.requests.get(effect.request)
-                if request is not None:
-                    out.append(ev.TakeFirstToken(request=effect.request, seq=request.seq, payload=effect.payload))
+                out += self.requests.first_token_known(effect.request, effect.payload, now)
             case ho.PrefillFinished():
                 self.requests.prefill_finished(effect.request, now)
             case ho.ReadsFinished():
@@ -259,6 +256,14 @@ class NodeCore:
                 self.requests.fetched(effect.request, now)
             case ho.AttemptFailed():
                 self._attempt_failed(effect, now, out)
+
+    def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
+        """Without a mover nobody would ever report it: `_serve` ends it."""
+        self._reads[read.read] = read.request
+        self.requests.read_posted(read.request, now)
+        if self.mover_up:
+            peer = peer_key(read.node, read.incarnation, read.epoch)
+            out.append(ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target))
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
         if failed.peer_suspect:
@@ -322,14 +327,19 @@ class NodeCore:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
         self.mover_up = False
         self.peers.mover_lost()
-        self._reads.clear()
         if not event.asked:
             self._raise_epoch(now, out, pool_reset=False)
-        self._fetch(ho.MoverReaped(), now, out)
+        self._reads_are_over(now, out)
         out.append(ev.RestartMover(epoch=self.epoch))
+
+    def _reads_are_over(self, now: int, out: list[ev.NodeEffect]) -> None:
+        """No mover runs, so no read of ours writes any more."""
+        self._reads.clear()
+        self._fetch(ho.MoverReaped(), now, out)
 
     def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
         self.epoch += 1
+        self._agent = None  # its epoch is over before it was announced
         out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
         if pool_reset:
             self.pool.reset()

@@ -26,7 +26,7 @@ from pdbus.bus.wire import Declared
 from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
 from pdbus.connector.pool import BlockPool
 
-from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect
+from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect, TakeFirstToken
 from .scheduler import Scheduler, Sequence, give_up_blocks
 from .timeline import Marks
 
@@ -193,7 +193,7 @@ class Requests:
             have=have,
             prompt_digest=r.prompt_digest,
             sampling=r.sampling,
-            blocks=r.blocks,
+            blocks=r.blocks[: -(-r.prompt_tokens // self._pool.block_size)],
             deadline_ns=r.deadline_ns,
         )
 
@@ -251,9 +251,17 @@ class Requests:
     def claimed(self, request: bytes, now: int) -> None:
         self._requests[request].marks.claimed = now
 
+    def first_token_known(self, request: bytes, payload: bytes, now: int) -> list[NodeEffect]:
+        """Counted at once: whatever becomes of the attempt, the worker's sequence has this token from now on."""
+        r = self._requests.get(request)
+        if r is None:
+            return []
+        self._count(r, now, own=False)
+        return [TakeFirstToken(request=r.request, seq=r.seq, payload=payload)]
+
     def first_token_taken(self, request: bytes, stop: bool, now: int) -> list[NodeEffect]:
         r = self._requests.get(request)
-        return [] if r is None else self._count(r, stop, now, own=False)
+        return [] if r is None else self._ends(r, stop, now)
 
     def acknowledged(self, client: str, index: int) -> None:
         """The client has consumed its answer up to `index`."""
@@ -268,7 +276,8 @@ class Requests:
         r = self._by_seq.get(seq)
         if r is None:
             return []
-        return [EmitToken(request=r.request, seq=seq), *self._count(r, stop, now, own=True)]
+        self._count(r, now, own=True)
+        return [EmitToken(request=r.request, seq=seq), *self._ends(r, stop, now)]
 
     def preempted(self, sequence: Sequence) -> None:
         r = self._by_seq[sequence.seq]
@@ -306,9 +315,12 @@ class Requests:
         if state is State.FETCHING:
             self._fetching[node] = self._fetching.get(node, 0) + 1
 
-    def _count(self, r: Request, stop: bool, now: int, *, own: bool) -> list[NodeEffect]:
+    def _count(self, r: Request, now: int, *, own: bool) -> None:
         r.generated += 1
         r.marks.token(now, own=own)
+
+    def _ends(self, r: Request, stop: bool, now: int) -> list[NodeEffect]:
+        """Whether the token just taken was the last."""
         if stop:
             return self.end(r, "stop", now)
         if r.generated >= r.sampling.max_tokens or r.prompt_tokens + r.generated >= self._max_model_len:

@@ -93,7 +93,8 @@ class Peers:
         life = peer_key(name, incarnation, "")
         for key in [k for k in self._agents if k.startswith(life) and k != but]:
             del self._agents[key]
-            if self._ready.pop(key, None) is not None:
+            self._ready.pop(key, None)
+            if self._mover_up:  # it has been told of this one, loaded or not yet
                 out.append(ev.RemovePeer(peer=key))
 
     def next_deadline(self) -> int | None:
