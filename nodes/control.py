@@ -332,6 +332,7 @@ class Control:
         self.intake.finish(e)
 
     def _on_worker_exit(self, ended: Exit) -> None:
+        self.intake.lost("worker")
         if not self._ended.done():
             log.error("worker: %s", ended)
             self.post(ev.WorkerLost(problem=str(ended)))
@@ -407,6 +408,7 @@ class Control:
         self.mover.send(ipc.Advertise(leases=e.leases))
 
     def _on_mover_exit(self, ended: Exit) -> None:
+        self.intake.lost("mover")
         if self._ended.done():
             return
         asked, self._mover_asked = self._mover_asked, False

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .control import Control
 
 JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
-PROBE_WAIT_S = 5.0  # a step of a large chunk may be under way in the worker
+PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
 OVERLOADED_RETRY_MS = 1000
@@ -66,7 +66,7 @@ class Intake:
         self._by_seq: dict[int, Answer] = {}
         self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
         self._tasks: set[asyncio.Task[None]] = set()
-        self._probes: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._probes: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._probe = 0
         self._handlers: dict[type[Message], Callable[[Received], None]] = {
             Generate: self._generate,
@@ -371,8 +371,7 @@ class Intake:
             self._control.mover.send(ipc.ProbeMover(probe=self._probe))
         try:
             async with asyncio.timeout(PROBE_WAIT_S):
-                await answered
-            return True
+                return await answered
         except TimeoutError:
             return False
         finally:
@@ -381,7 +380,13 @@ class Intake:
     def probed(self, what: str, probe: int) -> None:
         answered = self._probes.get((what, probe))
         if answered is not None and not answered.done():
-            answered.set_result(None)
+            answered.set_result(True)
+
+    def lost(self, what: str) -> None:
+        """The worker or mover has ended: what it was asked will not be answered."""
+        for (whom, _), answered in self._probes.items():
+            if whom == what and not answered.done():
+                answered.set_result(False)
 
 
 def client_key(received: Received, client_id: str) -> str:
