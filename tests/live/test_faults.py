@@ -1,0 +1,218 @@
+"""Processes are killed and frozen at every step of a hand-off: requests end right, everybody else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from pdbus.bus.client import Client
+
+from .conftest import Answered
+from .faults import (
+    CHUNK,
+    OPTIONS,
+    SLOW_PREFILL,
+    TCP,
+    Site,
+    all_end,
+    ask,
+    ask_remotely,
+    checked,
+    pids_of,
+    prompt,
+    scenario,
+    site_of,
+    until_clean,
+    until_fetch,
+    until_status,
+    watch,
+)
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Site]:
+    with site_of(1, 1, options=OPTIONS, role_options={"prefill": SLOW_PREFILL}, environment=TCP) as site:
+        yield site
+
+
+@pytest.fixture
+def hurt(pair: Site) -> Iterator[Site]:
+    """1P + 1D over TCP, with slow prefill and short leases."""
+    yield from checked(pair)
+
+
+@scenario
+async def test_prefill_control_killed_while_it_computes(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        before, children = await pids_of(d), await pids_of(p)
+        asked = prompt(6 * CHUNK, 1)
+        task = asyncio.create_task(ask(d, asked))
+        await until_fetch(d, lambda f: 0 < f["ready"] < f["prompt_tokens"])
+        ends = watch([children["worker"], children["mover"]])
+        os.kill(children["control"], signal.SIGKILL)
+        await all_end(ends)
+        answered = await task
+        assert answered.finished.timeline.attempts == 1
+        await hurt.cluster.restart(hurt.p)
+        await ask_remotely(d, 1)
+        assert await pids_of(d) == before
+
+
+@scenario
+async def test_prefill_control_killed_while_it_is_read(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        before, children = await pids_of(d), await pids_of(p)
+        asked = prompt(3 * CHUNK + 5, 2)
+        hurt.freeze(children["mover"])
+        task = asyncio.create_task(ask(d, asked))
+        await until_fetch(d, lambda f: f["reads"] and f["first_token"])
+        ends = watch([children["worker"], children["mover"]])
+        os.kill(children["control"], signal.SIGKILL)
+        hurt.thaw(children["mover"])
+        await all_end(ends)
+        await task
+        await hurt.cluster.restart(hurt.p)
+        await ask_remotely(d, 2)
+        assert await pids_of(d) == before
+
+
+@scenario
+async def test_prefill_worker_killed_while_it_computes(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        before, children = await pids_of(d), await pids_of(p)
+        task = asyncio.create_task(ask(d, prompt(6 * CHUNK, 3)))
+        await until_fetch(d, lambda f: 0 < f["ready"] < f["prompt_tokens"])
+        os.kill(children["worker"], signal.SIGKILL)
+        assert (await task).finished.timeline.attempts == 1
+        await until_status(p, lambda s: s["epoch"] == 2 and s["ready"])
+        await ask_remotely(d, 3)
+        assert await pids_of(d) == before
+        assert (await pids_of(p))["control"] == children["control"]
+
+
+@scenario
+async def test_prefill_mover_killed_while_it_is_read(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        before, children = await pids_of(d), await pids_of(p)
+        epoch = (await p.status())["epoch"]
+        hurt.freeze(children["mover"])
+        task = asyncio.create_task(ask(d, prompt(3 * CHUNK, 4)))
+        await until_fetch(d, lambda f: f["reads"])
+        os.kill(children["mover"], signal.SIGKILL)
+        assert (await task).finished.timeline.attempts == 1
+        await until_status(p, lambda s: s["epoch"] == epoch + 1 and s["ready"])
+        await ask_remotely(d, 4)
+        assert await pids_of(d) == before
+        now = await pids_of(p)
+        assert (now["control"], now["worker"]) == (children["control"], children["worker"])
+
+
+@scenario
+async def test_decode_mover_killed_while_it_reads(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        mine, theirs = await pids_of(d), await pids_of(p)
+        hurt.freeze(theirs["mover"])
+        task = asyncio.create_task(ask(d, prompt(3 * CHUNK, 5)))
+        await until_fetch(d, lambda f: f["reads"])
+        os.kill(mine["mover"], signal.SIGKILL)
+        await task
+        hurt.thaw(theirs["mover"])
+        await ask_remotely(d, 5)
+        now = await pids_of(d)
+        assert (now["control"], now["worker"]) == (mine["control"], mine["worker"])
+        now = await pids_of(p)
+        assert (now["control"], now["worker"]) == (theirs["control"], theirs["worker"])
+
+
+@scenario
+async def test_decode_worker_killed_while_it_decodes(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        mine, theirs = await pids_of(d), await pids_of(p)
+        tasks = [asyncio.create_task(ask(d, prompt(50 + i, 6), 300)) for i in range(4)]
+        await until_status(d, lambda s: any(r["generated"] > 20 for r in s["requests"]))
+        os.kill(mine["worker"], signal.SIGKILL)
+        await asyncio.gather(*tasks)
+        await ask_remotely(d, 6)
+        assert (await pids_of(d))["control"] == mine["control"]
+        assert await pids_of(p) == theirs
+
+
+@scenario
+async def test_prefill_control_killed_before_it_answers_the_claim(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        children = await pids_of(p)
+        task = await claiming(hurt, d, children, prompt(2 * CHUNK, 7))
+        os.kill(children["control"], signal.SIGKILL)
+        assert (await task).finished.timeline.attempts == 1
+        await hurt.cluster.restart(hurt.p)
+        await ask_remotely(d, 7)
+
+
+@scenario
+async def test_prefill_control_frozen_before_it_answers_the_claim(hurt: Site) -> None:
+    """Its answer, valid, comes when the request has long been computed elsewhere, and is of no effect."""
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        children = await pids_of(p)
+        task = await claiming(hurt, d, children, prompt(2 * CHUNK, 8))
+        assert (await task).finished.timeline.attempts == 1
+        hurt.thaw(children["control"])
+        await ask_remotely(d, 8)
+
+
+async def claiming(site: Site, d: Client, children: dict[str, int], asked: list[int]) -> asyncio.Task[Answered]:
+    """A request whose claim has been sent to a prefill node that is frozen."""
+    site.freeze(children["mover"])
+    task = asyncio.create_task(ask(d, asked))
+    await until_fetch(d, lambda f: f["reads"] and f["first_token"])
+    site.freeze(children["control"])
+    site.thaw(children["mover"])
+    await until_fetch(d, lambda f: f["state"] == "claiming")
+    return task
+
+
+@scenario
+async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        children = await pids_of(p)
+        task = asyncio.create_task(ask(d, prompt(6 * CHUNK, 9)))
+        await until_fetch(d, lambda f: 0 < f["ready"] < f["prompt_tokens"])
+        hurt.freeze(children["control"])
+        assert (await task).finished.timeline.attempts == 1
+        hurt.thaw(children["control"])
+        await ask_remotely(d, 9)
+
+
+@scenario
+async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        children = await pids_of(p)
+        await ask_remotely(d, 10)
+        hurt.freeze(children["control"])
+        await until_status(d, lambda s: s["peers"][0]["state"] == "dead")
+        answered = await ask(d, prompt(2 * CHUNK, 10))
+        assert answered.finished.timeline.attempts == 0
+        hurt.thaw(children["control"])
+        await ask_remotely(d, 11)
+        assert await pids_of(p) == children
+
+
+@scenario
+async def test_prefill_mover_frozen_while_it_is_read(hurt: Site) -> None:
+    """The read is overdue, its blocks are quarantined until it ends after all."""
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        children = await pids_of(p)
+        hurt.freeze(children["mover"])
+        answered = await ask(d, prompt(2 * CHUNK, 12))
+        assert answered.finished.timeline.attempts == 1
+        assert (await d.ledger()).ledger["blocks"]["quarantined"] > 0
+        assert (await ask(d, prompt(2 * CHUNK, 13))).finished.timeline.attempts == 0
+        hurt.thaw(children["mover"])
+        await until_clean(d, "decode-1")
+        await ask_remotely(d, 12)
+        assert await pids_of(p) == children
