@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CREDIT_TOKENS = 1024  # how far the node may be ahead of who reads
 CANCEL_S = 5.0  # for the node to say how a cancelled generation ended
+REQUEST_BYTES_MAX = wire.FRAME_BYTES_MAX - (64 << 10)  # leaves room for the header in what one message may have
+UNENCODABLE = (TypeError, OverflowError, ValueError, RecursionError)  # UnicodeEncodeError is a ValueError
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -170,36 +172,73 @@ class Generation:
 def generate_message(
     client_id: str, prompt: Prompt, model: str, sampling: Sampling, deadline_ms: int, credit: int
 ) -> Generate:
-    """Raises RequestError when `prompt` is none of the three kinds."""
+    """Raises RequestError, naming the parameter, for what no node would take."""
     text = messages = tokens = None
     if isinstance(prompt, str):
         text = prompt
-    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+    elif _is_conversation(prompt):
         messages = tuple(dict(item) for item in prompt if isinstance(item, Mapping))
     else:
         tokens = _token_bytes(prompt)
-    return Generate(
-        client_id=client_id,
-        model=model,
-        text=text,
-        messages=messages,
-        tokens=tokens,
-        sampling=sampling,
-        deadline_ms=deadline_ms,
-        credit=credit,
+    return _checked(
+        Generate(
+            client_id=client_id,
+            model=model,
+            text=text,
+            messages=messages,
+            tokens=tokens,
+            sampling=sampling,
+            deadline_ms=deadline_ms,
+            credit=credit,
+        )
     )
 
 
-def _token_bytes(prompt: Sequence[Any]) -> bytes:
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, Mapping) for item in prompt)
+
+
+def _token_bytes(prompt: Any) -> bytes:
     try:
+        if isinstance(prompt, bytes | bytearray | memoryview | Mapping):
+            raise TypeError("no list")
         return wire.pack_u32(prompt)
     except (TypeError, OverflowError):
         problem = "the prompt must be text, a list of chat messages, or a list of token ids from 0 to 4294967295"
         raise RequestError(problem, param="prompt") from None
 
 
+def _checked(message: Generate) -> Generate:
+    """As the node will read it: types, text that is UTF-8, numbers and sizes that fit. The caller is told, no node."""
+    try:
+        encoded = wire.encode(message)
+        wire.decode(encoded, Generate)
+    except RemoteProtocolError as e:
+        name = e.field.removeprefix("sampling.")
+        raise RequestError(f"{name}: {str(e).partition(' - at ')[0]}", param=name) from None
+    except UNENCODABLE:
+        raise _unencodable(message) from None
+    if len(encoded) > REQUEST_BYTES_MAX:
+        problem = f"prompt: the request has {len(encoded)} bytes, at most {REQUEST_BYTES_MAX} can be sent"
+        raise RequestError(problem, param="prompt", code="too_large", status=413)
+    return message
+
+
+def _unencodable(message: Generate) -> RequestError:
+    """Names the first field that has no place in a message."""
+    for owner in (message.sampling, message):
+        for name in getattr(owner, "__struct_fields__", ()):
+            try:
+                wire.encode(getattr(owner, name))
+            except UNENCODABLE as e:
+                problem = "half of a surrogate pair is no text" if isinstance(e, UnicodeEncodeError) else str(e)
+                param = "prompt" if name in ("text", "tokens") else name
+                return RequestError(f"{param}: {problem}", param=param)
+    return RequestError("prompt: cannot be sent", param="prompt")
+
+
 def sampling_of(sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-    """Sampling as given, or made of keyword options. Raises RequestError naming the option at fault."""
+    """Sampling as given, or made of keyword options. Raises RequestError for an option that there is not."""
     if sampling is not None:
         if options:
             raise RequestError("give sampling, or its fields as options, not both", param="sampling")
@@ -209,10 +248,4 @@ def sampling_of(sampling: Sampling | None, options: Mapping[str, Any]) -> Sampli
         raise RequestError(
             f"{unknown[0]}: no such option; there are {', '.join(Sampling.__struct_fields__)}", param=unknown[0]
         )
-    try:
-        return wire.decode(wire.pack_foreign(dict(options)), Sampling)
-    except RemoteProtocolError as e:
-        problem = str(e).partition(" - at ")[0]
-        raise RequestError(f"{e.field}: {problem}", param=e.field) from None
-    except (TypeError, OverflowError, ValueError) as e:
-        raise RequestError(f"options: {e}", param="sampling") from None
+    return Sampling(**options)

@@ -67,10 +67,15 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, na
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as e:
-        _, _, path = str(e).partition(" - at `")
-        raise RemoteProtocolError(str(e), kind=name, field=path.removesuffix("`").removeprefix("$.")) from None
+        raise RemoteProtocolError(str(e), kind=name, field=_path(str(e))) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise RemoteProtocolError(f"not msgpack: {e}", kind=name) from None
+
+
+def _path(problem: str) -> str:
+    """Where msgspec says that it is: "... - at `$.stop[0]`", of a map's key "... - at `key` in `$.data`"."""
+    found = re.search(r"`\$\.?([^`]*)`$", problem)
+    return found[1] if found else ""
 
 
 def decode_union(data: bytes | memoryview, base: type[T], *, name: str = "") -> T:

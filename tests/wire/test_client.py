@@ -98,7 +98,17 @@ async def test_sampling_is_given_whole_or_as_options() -> None:
         ("x", {"max_token": 3}, "max_token"),
         ("x", {"max_tokens": "three"}, "max_tokens"),
         ("x", {"stop": (1,)}, "stop[0]"),
-        ("x", {"seed": object()}, "sampling"),
+        ("x", {"seed": object()}, "seed"),
+        ("x", {"seed": 2**65}, "seed"),
+        ("x", {"stop": ("\ud800",)}, "stop"),
+        ("x", {"model": 5}, "model"),
+        ("x", {"deadline_ms": 1.5}, "deadline_ms"),
+        (5, {}, "prompt"),
+        (b"abcd", {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ("x" * (17 << 20), {}, "prompt"),
+        ([{"role": "user", "content": object()}], {}, "messages"),
+        ([{1: "user"}], {}, "messages[0]"),
     ],
 )
 @on_loop
