@@ -155,7 +155,7 @@ def transfer(
         parsed = [size(1)(part) for part in sizes.split(",")]
     except ValueError as e:
         raise ConfigError("--sizes", str(e)) from None
-    _bench("transfer", as_json, sizes_bytes=parsed, repeat=repeat)
+    _bench("transfer", as_json, sizes_bytes=parsed, rounds=repeat)
 
 
 @bench.command("bus")

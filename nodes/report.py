@@ -87,7 +87,7 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
 
 def member(core: NodeCore, target: str) -> ms.Peer | None:
     """Whom a name or an address stands for."""
-    return next((p for p in core.peers.members() if target in (p.name, p.address)), None)
+    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at)), None)
 
 
 def joined(core: NodeCore, address: str) -> Outcome | None:

@@ -36,10 +36,10 @@ class Timed(NamedTuple):
 
 def run(prompt_tokens: int = 512, requests: int = 20, model: str = "") -> dict[str, Any]:
     """Medians over `requests`; times in ms. Without `model` the 58M random Llama that it writes itself."""
-    return asyncio.run(_run(prompt_tokens, requests, model or str(_random_model())))
+    return asyncio.run(_run(prompt_tokens, requests, model or str(random_model())))
 
 
-def _random_model() -> Path:
+def random_model() -> Path:
     from pdbus.nodes.models.random_llama import write_random_llama
 
     return write_random_llama(models_cache() / "random-llama-58m", "58m")
@@ -54,11 +54,11 @@ async def _run(prompt_tokens: int, requests: int, model: str) -> dict[str, Any]:
         one = await stack.enter_async_context(Cluster(0, 0, both=1, options={**options, "cpus": _first_core()}))
         here = await stack.enter_async_context(Client(pair.decode[0].address))
         there = await stack.enter_async_context(Client(one.both[0].address))
-        for prompt in _prompts(WARM_UPS, prompt_tokens, SEED + 1):
+        for prompt in random_prompts(WARM_UPS, prompt_tokens, SEED + 1):
             await _timed(here, prompt), await _timed(there, prompt)
         pairs = []
         with Progress(transient=True) as bar:
-            for prompt in bar.track(_prompts(requests, prompt_tokens, SEED), description="requests"):
+            for prompt in bar.track(random_prompts(requests, prompt_tokens, SEED), description="requests"):
                 pairs.append((await _timed(here, prompt), await _timed(there, prompt)))
     return _summary(pairs)
 
@@ -68,7 +68,7 @@ def _first_core() -> int:
     return min(os.sched_getaffinity(0))
 
 
-def _prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
     """Random ids, no two prompts with a block in common."""
     rng = random.Random(seed)
     return [rng.choices(range(4, 4096), k=tokens) for _ in range(count)]
