@@ -6,6 +6,7 @@ Each endpoint is asked for GET /pd/info; the bus address in it is what the node 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from contextlib import closing, suppress
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.responses import Response
 
 from pdbus.bus import wire
 from pdbus.bus.client import Client
+from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
 from pdbus.bus.wire import Declared
@@ -26,6 +28,8 @@ from .stream import read_body
 INFO_S = 5.0  # for an endpoint to answer /pd/info
 INFO_BYTES_MAX = 64 << 10  # a stranger may answer anything
 ENDPOINTS_MAX = 256  # all are asked at once
+GIVE_HTTP = "give the node's HTTP address, or join it over the bus with pd connect"
+ZMTP_GREETING = re.compile(rb"\xff.{8}\x7f", re.DOTALL)
 CONTROL = re.compile(r"[\s\x00-\x1f\x7f]")  # would end the request line
 
 
@@ -53,7 +57,7 @@ class Result(Declared):
 
 
 class PrefillEndpoints:
-    """The three routes. Remembers which endpoint led to which node, since the bus does not know HTTP addresses."""
+    """The three routes. Remembers which endpoint led to which node, since the bus does not know every HTTP address."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -69,40 +73,47 @@ class PrefillEndpoints:
         return JSON({"results": await asyncio.gather(*(self._remove(endpoint) for endpoint in endpoints))})
 
     async def list(self, _: Request) -> Response:
+        """With their state. One without a role is called, but has not said what it is; or it refused us."""
         status = await self._client.status()
-        known = {info.name: endpoint for endpoint, info in self._infos.items()}
-        peers = [peer for peer in status.get("peers", []) if peer.get("role") in ("prefill", "both")]
-        return JSON(
-            {"endpoints": [{"endpoint": known.get(peer["name"], peer.get("http", "")), **peer} for peer in peers]}
-        )
+        peers = [peer for peer in status.get("peers", []) if peer.get("role") in (*PREFILL_ROLES, "")]
+        return JSON({"endpoints": [{"endpoint": self._endpoint(peer), **peer} for peer in peers]})
+
+    def _endpoint(self, peer: dict[str, Any]) -> str:
+        """As it was added; else the HTTP address that it told itself."""
+        same = (e for e, info in self._infos.items() if peer["name"] == info.name or peer["address"] == info.address)
+        return next(same, peer.get("http", ""))
 
     async def _add(self, endpoint: str) -> Result:
         try:
             info = await fetch_info(endpoint)
-            if info.role not in ("prefill", "both"):
+            if info.role not in PREFILL_ROLES:
                 return Result(endpoint=endpoint, ok=False, name=info.name, detail=f"is no prefill node: {info.role}")
+            self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
             outcome = _only(await self._client.connect([info.address]))
         except PdError as e:
             return Result(endpoint=endpoint, ok=False, detail=str(e))
-        if outcome.ok:
-            self._infos[endpoint] = info
         return Result(endpoint=endpoint, ok=outcome.ok, name=info.name, detail="" if outcome.ok else outcome.detail)
 
     async def _remove(self, endpoint: str) -> Result:
         try:
-            target = await self._target(endpoint)
+            name, target = await self._target(endpoint)
             outcome = _only(await self._client.disconnect([target]))
         except PdError as e:
             return Result(endpoint=endpoint, ok=False, detail=str(e))
-        if outcome.ok:
-            self._infos = {known: info for known, info in self._infos.items() if target not in (known, info.name)}
-        return Result(endpoint=endpoint, ok=outcome.ok, name=target, detail="" if outcome.ok else outcome.detail)
+        return Result(endpoint=endpoint, ok=outcome.ok, name=name, detail="" if outcome.ok else outcome.detail)
 
-    async def _target(self, endpoint: str) -> str:
+    async def _target(self, endpoint: str) -> tuple[str, str]:
+        """Name and bus address of whom an endpoint leads to, even if it no longer answers; or what was given, twice."""
         if not endpoint.startswith(("http://", "https://")):
-            return endpoint
-        info = self._infos.get(endpoint) or await fetch_info(endpoint)
-        return info.name
+            return endpoint, endpoint
+        info = self._infos.get(endpoint)
+        if info is None:
+            peers = (await self._client.status()).get("peers", [])
+            told = next((peer for peer in peers if peer.get("http") == endpoint), None)
+            if told is not None:
+                return told["name"], told["address"]
+            info = await fetch_info(endpoint)
+        return info.name, info.address
 
 
 async def _read(request: Request) -> list[str]:
@@ -127,14 +138,21 @@ async def fetch_info(endpoint: str) -> Info:
     except TimeoutError:
         raise RequestError(f"did not answer GET /pd/info within {INFO_S:.0f} s") from None
     except OSError as e:
-        raise RequestError(f"cannot be reached: {e.strerror or e}") from None
+        raise RequestError(f"cannot be reached: {_reason(e)}") from None
     info = _info(answer)
     if not info.address:
         raise RequestError("has no bus address that others can call")
     return info
 
 
+def _reason(error: OSError) -> str:
+    """asyncio puts the address into `strerror`; the number tells more."""
+    return os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+
+
 def _split(endpoint: str) -> SplitResult:
+    if endpoint.startswith("tcp://"):
+        raise RequestError(f"is a bus address; {GIVE_HTTP}")
     try:
         url = urlsplit(endpoint)
         if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not CONTROL.search(endpoint):
@@ -148,25 +166,22 @@ async def _get(url: SplitResult) -> bytes:
     """The whole answer as it came. HTTP/1.0, so that it ends with the connection and is never in chunks."""
     secure = url.scheme == "https"
     port = url.port or (443 if secure else 80)
+    answer = bytearray()
     reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure or None)
     with closing(writer), suppress(ConnectionError):  # a stranger that hangs up has answered too
         writer.write(f"GET {url.path}/pd/info HTTP/1.0\r\nHost: {url.netloc}\r\n\r\n".encode())
-        return await _read_to_end(reader)
-    return b""
-
-
-async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
-    answer = bytearray()
-    while len(answer) < INFO_BYTES_MAX and (data := await reader.read(INFO_BYTES_MAX)):
-        answer += data
+        while len(answer) < INFO_BYTES_MAX and (data := await reader.read(INFO_BYTES_MAX)):
+            answer += data
     return bytes(answer)
 
 
 def _info(answer: bytes) -> Info:
     head, _, body = answer.partition(b"\r\n\r\n")
     version, _, status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")
+    if ZMTP_GREETING.match(answer):
+        raise RequestError(f"is a bus port; {GIVE_HTTP}")
     if not version.startswith("HTTP/"):
-        raise RequestError("is no pdbus node: it does not speak HTTP there")
+        raise RequestError(f"is no pdbus node: it does not speak HTTP there; {GIVE_HTTP}")
     if not status.startswith("200"):
         raise RequestError(f"is no pdbus node: GET /pd/info answered {status[:80]}")
     try:

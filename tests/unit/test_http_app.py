@@ -497,7 +497,8 @@ def test_list_and_remove_by_endpoint() -> None:
 
     url, listed, removed = asyncio.run(scene())
     assert listed == {"endpoints": [{"endpoint": url, **STATUS["peers"][0]}]}
-    assert removed["results"][0]["ok"] and client.disconnected == ["p0"]
+    assert removed["results"] == [{"endpoint": url, "ok": True, "name": "p0", "detail": ""}]
+    assert client.disconnected == [INFO["address"]]
 
 
 def test_remove_takes_a_name_too() -> None:
@@ -550,14 +551,41 @@ def test_a_port_that_speaks_something_else_is_said_so() -> None:
             return (await web.post("/add_remote_prefill_eps", json={"endpoints": [url]})).json()
 
     [result] = asyncio.run(scene())["results"]
-    assert "does not speak HTTP" in result["detail"]
+    assert "give the node's HTTP address, or join it over the bus" in result["detail"]
+
+
+def test_a_bus_address_is_no_endpoint() -> None:
+    [result] = add(FakeClient(), "tcp://127.0.0.1:7400")
+    assert result["detail"].startswith("is a bus address; give the node's HTTP address")
+
+
+def test_the_list_shows_an_endpoint_that_refused_us() -> None:
+    """It is called again by itself: whoever added it wants to see why it does not come."""
+    refused = {
+        "name": "",
+        "role": "",
+        "address": INFO["address"],
+        "state": "refused",
+        "detail": "block_size 16 against 32",
+    }
+
+    async def scene() -> Any:
+        client = FakeClient()
+        client.says = {**STATUS, "peers": [refused]}
+        async with serving(client) as web:
+            with endpoint_of() as url:
+                await web.post("/add_remote_prefill_eps", json={"endpoints": [url]})
+                return url, (await web.get("/remote_prefill_eps")).json()["endpoints"]
+
+    url, listed = asyncio.run(scene())
+    assert listed == [{"endpoint": url, **refused}]
 
 
 def test_a_silent_port_does_not_keep_the_others_from_joining() -> None:
     client = FakeClient()
     with endpoint_of() as url:
         dead, good = add(client, "http://127.0.0.1:9", url)
-    assert not dead["ok"] and "cannot be reached" in dead["detail"]
+    assert (dead["ok"], dead["detail"]) == (False, "cannot be reached: Connection refused")
     assert good["ok"]
 
 
