@@ -119,30 +119,32 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        if path := _not_finite(data):
-            raise RequestError(f"{path}: NaN and infinity are no JSON numbers", param=path) from None
+        if found := _lax(data):
+            path, problem = found
+            raise RequestError(f"{path}: {problem}", param=path) from None
         problem = str(e).removeprefix("JSON is malformed: ")
         raise RequestError(f"the body must be one JSON object in UTF-8: {problem}", code="invalid_json") from None
 
 
-def _not_finite(data: bytes) -> str:
-    """Where a NaN or Infinity stands that only a laxer parser takes for a number; '' when that is not the problem."""
+def _lax(data: bytes) -> tuple[str, str] | None:
+    """Where something stands that only a laxer parser takes, and what; None when that is not the problem."""
     try:
-        return _find_not_finite(json.loads(data), "")
+        return _find_lax(json.loads(data), "")
     except (ValueError, RecursionError):
-        return ""
+        return None
 
 
-def _find_not_finite(value: Any, path: str) -> str:
-    if isinstance(value, float):
-        return "" if math.isfinite(value) else path or "the body"
+def _find_lax(value: Any, path: str) -> tuple[str, str] | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return path or "the body", "NaN and infinity are no JSON numbers"
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        return path or "the body", "half of a surrogate pair is no text"
+    parts: Iterable[tuple[Any, str]] = ()
     if isinstance(value, dict):
-        parts = [(item, f"{path}.{key}" if path else key) for key, item in value.items()]
+        parts = ((item, f"{path}.{key}" if path else key) for key, item in value.items())
     elif isinstance(value, list):
-        parts = [(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    else:
-        return ""
-    return next((found for item, at in parts if (found := _find_not_finite(item, at))), "")
+        parts = ((item, f"{path}[{i}]") for i, item in enumerate(value))
+    return next((found for item, at in parts if (found := _find_lax(item, at))), None)
 
 
 def _field_error(text: str) -> RequestError:

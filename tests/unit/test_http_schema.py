@@ -178,6 +178,13 @@ def test_what_is_no_json_is_said(body: bytes) -> None:
     assert raised.value.code == "invalid_json"
 
 
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\ud800x", b"\\udc00", b"\\ud800\\u0041"])
+def test_half_of_a_surrogate_pair_is_named_by_its_field(half: bytes) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair is no text") as raised:
+        parse_chat(b'{"messages": [{"role": "user", "content": "' + half + b'"}]}')
+    assert raised.value.param == "messages[0].content"
+
+
 @pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"x"'])
 def test_the_body_must_be_an_object(body: bytes) -> None:
     with pytest.raises(RequestError, match="the body: expected an object"):
