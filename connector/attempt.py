@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pdbus.bus.messages import LeaseId, RenewedEntry, TryId
+from pdbus.bus.errors import LocalProtocolError
+from pdbus.bus.messages import LeaseId, PrefillAccepted, PrefillDone, PrefillProgress, RenewedEntry, TryId
 
 from .handoff import FetchAsked
 from .transfer import Peer
 
 ID_BYTES = 4  # of a block id on the wire
+
+Announcement = PrefillAccepted | PrefillProgress | PrefillDone
 
 
 class FetchState(StrEnum):
@@ -132,3 +135,28 @@ class Fetch:
             return False
         longer, shorter = sorted((told.blocks, self.source), key=len, reverse=True)
         return longer.startswith(shorter)
+
+
+def snapshot_of(told: Announcement) -> RenewedEntry:
+    """What all announcements have in common: they say how far P is."""
+    return RenewedEntry(
+        try_=told.try_,
+        held=True,
+        lease=told.lease,
+        ready=told.ready,
+        blocks=told.blocks,
+        finished=isinstance(told, PrefillDone) or (isinstance(told, PrefillAccepted) and told.finished),
+        first_token=None if isinstance(told, PrefillProgress) else told.first_token,
+    )
+
+
+def check(event: FetchAsked, last: Fetch | None, size: int) -> None:
+    """Raises LocalProtocolError for an attempt that makes no sense after the `last` one, in blocks of `size` tokens."""
+    if last is not None and last.state is not FetchState.NEXT:
+        raise LocalProtocolError(f"attempt {last.try_.attempt} of {event.request.hex()} is still {last.state}")
+    if event.attempt <= (last.try_.attempt if last else 0):
+        raise LocalProtocolError(f"attempt {event.attempt} of {event.request.hex()} is not higher than the last")
+    if event.prompt_tokens < 1 or len(event.blocks) != -(-event.prompt_tokens // size):
+        raise LocalProtocolError(f"{len(event.blocks)} blocks of {size} for {event.prompt_tokens} tokens")
+    if not 0 <= event.have <= event.prompt_tokens or event.have % size:
+        raise LocalProtocolError(f"have {event.have}: whole blocks of {size} tokens within the prompt")

@@ -49,7 +49,19 @@ from pdbus.bus.messages import (
 )
 from pdbus.bus.wire import unpack_u32
 
-from .attempt import FAILURES, ID_BYTES, OVER, TRANSITIONS, Fetch, FetchState, Step, Why
+from .attempt import (
+    FAILURES,
+    ID_BYTES,
+    OVER,
+    TRANSITIONS,
+    Announcement,
+    Fetch,
+    FetchState,
+    Step,
+    Why,
+    check,
+    snapshot_of,
+)
 from .handoff import (
     Ask,
     AttemptFailed,
@@ -167,7 +179,7 @@ class Fetches:
 
     def _asked(self, event: FetchAsked, now_ns: int) -> list[FetchEffect]:
         last = self._fetches.get(event.request)
-        self._check(event, last)
+        check(event, last, self._owner.block_size)
         try_ = TryId(node=self.name, incarnation=self.incarnation, request=event.request, attempt=event.attempt)
         fetch = Fetch(asked=event, try_=try_, epoch=event.epoch, first_token=last.first_token if last else None)
         fetch.state = TRANSITIONS[fetch.state, Step.ASKED]
@@ -182,17 +194,6 @@ class Fetches:
         if fetch.peer not in self._renewals:
             self._renewals.set(fetch.peer, now_ns + self._config.renew_ns)
         return [self._ask(fetch, now_ns)]
-
-    def _check(self, event: FetchAsked, last: Fetch | None) -> None:
-        size = self._owner.block_size
-        if last is not None and last.state is not FetchState.NEXT:
-            raise LocalProtocolError(f"attempt {last.try_.attempt} of {event.request.hex()} is still {last.state}")
-        if event.attempt <= (last.try_.attempt if last else 0):
-            raise LocalProtocolError(f"attempt {event.attempt} of {event.request.hex()} is not higher than the last")
-        if event.prompt_tokens < 1 or len(event.blocks) != -(-event.prompt_tokens // size):
-            raise LocalProtocolError(f"{len(event.blocks)} blocks of {size} for {event.prompt_tokens} tokens")
-        if not 0 <= event.have <= event.prompt_tokens or event.have % size:
-            raise LocalProtocolError(f"have {event.have}: whole blocks of {size} tokens within the prompt")
 
     def _ask(self, fetch: Fetch, now_ns: int) -> Ask:
         fetch.asks += 1
@@ -229,29 +230,14 @@ class Fetches:
         self.counters[f"unexpected.{event.message.KIND}"] += 1
         return []
 
-    def _told(
-        self, event: OwnerSaid, told: PrefillAccepted | PrefillProgress | PrefillDone, now_ns: int
-    ) -> list[FetchEffect]:
+    def _told(self, event: OwnerSaid, told: Announcement, now_ns: int) -> list[FetchEffect]:
         fetch = self._current(told.try_)
         if fetch is None:
             return self._told_too_late(event, told)
-        finished = isinstance(told, PrefillDone) or (isinstance(told, PrefillAccepted) and told.finished)
-        first_token = None if isinstance(told, PrefillProgress) else told.first_token
         prefill_ns = told.prefill_ns if isinstance(told, PrefillDone) else 0
-        snapshot = RenewedEntry(
-            try_=told.try_,
-            held=True,
-            lease=told.lease,
-            ready=told.ready,
-            blocks=told.blocks,
-            finished=finished,
-            first_token=first_token,
-        )
-        return self._announced(event, fetch, snapshot, prefill_ns, now_ns)
+        return self._announced(event, fetch, snapshot_of(told), prefill_ns, now_ns)
 
-    def _told_too_late(
-        self, event: OwnerSaid, told: PrefillAccepted | PrefillProgress | PrefillDone
-    ) -> list[FetchEffect]:
+    def _told_too_late(self, event: OwnerSaid, told: Announcement) -> list[FetchEffect]:
         """P works for a try that is over. Not stored: if this cancel is lost too, the lease expires."""
         self.counters[f"{told.KIND}.late"] += 1
         if isinstance(told, PrefillProgress):

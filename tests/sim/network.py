@@ -149,9 +149,9 @@ class Network:
     def check(self, state: State) -> None:
         """What one fault may cost: at most one attempt, and nothing if it was only a message or a timer.
 
-        Several faults at once may hit the same prefill node twice where an attempt has to return to it.
+        An attempt that has to return to a prefill node may do so before it has heard that the node is a new one.
         """
-        if state.faults > 1 and self.plan.attempts_max > self.plan.prefill_nodes:
+        if self.plan.prefill_nodes <= min(state.faults, self.plan.attempts_max - 1):
             return
         decode = self.decode(state)
         used = decode.attempt + (decode.outcome == "local")

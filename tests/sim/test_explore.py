@@ -67,7 +67,7 @@ def test_any_two_faults(plan: Plan) -> None:
 def test_random_runs(nodes: int) -> None:
     """Longer prompts and more faults than can be explored."""
     network = Network(Plan(prefill_nodes=nodes, prompt_blocks=3, decode_pool=9, faults_max=6, renew=True))
-    for seed in range(2000):
+    for seed in range(4000):
         found = walk(network, seed)
         assert found is None, f"seed {seed}: {found}"
 
