@@ -40,6 +40,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
+from .limits import check_sampling
 from .text import StopChecker
 from .tokenizer import Tokenizer
 
@@ -117,7 +118,7 @@ class Intake:
         try:
             sampling = self._checked_sampling(message)
             prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
-            sampling = self._fitted(sampling, len(prompt))
+            sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
         except PdError as e:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
@@ -178,31 +179,22 @@ class Intake:
                 f"the model {message.model!r} does not exist; this node serves {setup.model!r}",
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
-        for name, good, wanted in (
-            ("max_tokens", s.max_tokens >= 1, "at least 1"),
-            ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "from 0 to max_tokens"),
-            ("temperature", 0 <= s.temperature <= 100, "from 0 to 100"),
-            ("top_k", s.top_k >= 0, "at least 0"),
-            ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
-            ("logprobs", s.logprobs is None or 0 <= s.logprobs <= 20, "from 0 to 20"),
-            ("seed", -(2**63) <= s.seed < 2**64, "64 bits"),
-        ):
-            if not good:
-                raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
+        check_sampling(s)
         if not 1 <= message.deadline_ms <= 86_400_000:
             raise RequestError(f"deadline_ms is {message.deadline_ms}; from 1 to a day", param="deadline_ms")
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
         return s if s.seed else replace(s, seed=secrets.randbits(63) or 1)
 
-    def _fitted(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        """Its `max_tokens` within the context. Raises RequestError when what was asked for does not fit."""
+    def _fitted(self, sampling: Sampling, prompt_tokens: int, param: str) -> Sampling:
+        """Its `max_tokens` within the context. Raises RequestError when what was asked for does not fit. `param` is
+        where the prompt came from."""
         limit = self._control.setup.max_model_len
         room = limit - prompt_tokens
         if room < 1:
             raise RequestError(
                 f"the prompt has {prompt_tokens} tokens; with one for the answer at most {limit} fit "
-                f"(max_model_len): shorten it", param="prompt", code="context_length_exceeded",
+                f"(max_model_len): shorten it", param=param, code="context_length_exceeded",
             )  # fmt: skip
         if sampling.max_tokens == UNTIL_FULL:
             return replace(sampling, max_tokens=room)

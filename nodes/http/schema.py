@@ -13,13 +13,11 @@ from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared
+from pdbus.nodes.limits import LOGPROBS_MAX, STOP_IDS_MAX, check_stops
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
 SEED_OF_ZERO = 2**63 - 1  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-STOPS_MAX = 16  # each is looked for in every token's text
-STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
-STOP_IDS_MAX = 1024
 ROLES = ("system", "user", "assistant", "tool")
 
 # Inclusive, in the field's own unit.
@@ -31,8 +29,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),
     "seed": (0, SEED_OF_ZERO - 1),
-    "logprobs": (0, 20),
-    "top_logprobs": (0, 20),
+    "logprobs": (0, LOGPROBS_MAX),
+    "top_logprobs": (0, LOGPROBS_MAX),
 }
 
 # What leaves the answer as it is; null always does.
@@ -193,11 +191,7 @@ def _sampling(body: Common, max_tokens: int, logprobs: int | None) -> Sampling:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > STOPS_MAX:
-        raise RequestError(f"stop: at most {STOPS_MAX} strings, got {len(stops)}", param="stop")
-    for text in stops:
-        if not 1 <= len(text) <= STOP_CHARS_MAX:
-            raise RequestError(f"stop: each must have 1 to {STOP_CHARS_MAX} characters, got {len(text)}", param="stop")
+    check_stops(stops)
     return stops
 
 

@@ -1,0 +1,44 @@
+"""What a request may ask of sampling: the same at every door, whoever knocks (HTTP, the SDK, another node)."""
+
+from __future__ import annotations
+
+from pdbus.bus.errors import RequestError
+from pdbus.bus.messages import Sampling
+
+STOPS_MAX = 16  # each is looked for in every token's text
+STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
+STOP_IDS_MAX = 1024
+TEMPERATURE_MAX = 100
+LOGPROBS_MAX = 20
+
+
+def check_sampling(s: Sampling) -> None:
+    """Raises RequestError naming the first field that is out of range, NaN included."""
+    for name, good, wanted in (
+        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "from 0 to max_tokens"),
+        ("temperature", 0 <= s.temperature <= TEMPERATURE_MAX, f"from 0 to {TEMPERATURE_MAX}"),
+        ("top_k", 0 <= s.top_k < 2**31, "from 0 to 2147483647"),
+        ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("logprobs", s.logprobs is None or 0 <= s.logprobs <= LOGPROBS_MAX, f"from 0 to {LOGPROBS_MAX}"),
+    ):
+        if not good:
+            raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
+    check_stops(s.stop)
+    check_stop_ids(s.stop_token_ids)
+
+
+def check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > STOPS_MAX:
+        raise RequestError(f"stop: at most {STOPS_MAX} strings, got {len(stops)}", param="stop")
+    for text in stops:
+        if not 1 <= len(text) <= STOP_CHARS_MAX:
+            raise RequestError(f"stop: each must have 1 to {STOP_CHARS_MAX} characters, got {len(text)}", param="stop")
+
+
+def check_stop_ids(ids: tuple[int, ...]) -> None:
+    if len(ids) > STOP_IDS_MAX:
+        raise RequestError(f"stop_token_ids: at most {STOP_IDS_MAX} ids, got {len(ids)}", param="stop_token_ids")
+    for i, token in enumerate(ids):
+        if not 0 <= token < 2**32:
+            raise RequestError(f"stop_token_ids[{i}]: must be a token id, got {token}", param=f"stop_token_ids[{i}]")
