@@ -103,6 +103,15 @@ FAILURES: dict[Why, Failure] = {
 }
 
 
+class Clock(StrEnum):
+    """The timers of one attempt."""
+
+    ANSWER = "answer"
+    CLAIM = "claim"
+    RENEWED = "renewed"
+    DEADLINE = "deadline"
+
+
 @dataclass(slots=True)
 class Fetch:
     """One request: its present attempt, and the token that is frozen over all of them."""

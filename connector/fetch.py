@@ -25,7 +25,6 @@ token is frozen over all attempts of a request (R8), and remembered only as long
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
 from typing import Any
 
 from pdbus.bus.errors import LocalProtocolError
@@ -55,6 +54,7 @@ from .attempt import (
     OVER,
     TRANSITIONS,
     Announcement,
+    Clock,
     Fetch,
     FetchState,
     Step,
@@ -91,15 +91,6 @@ from .transfer import Heard, Peer, Transfers
 
 ASKS_MAX = 2  # the request and one repeat; a third silence in a row would cost more than another node
 MS = 1_000_000
-
-
-class Clock(StrEnum):
-    """The timers of one attempt."""
-
-    ANSWER = "answer"
-    CLAIM = "claim"
-    RENEWED = "renewed"
-    DEADLINE = "deadline"
 
 
 class Fetches:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdbus.bus.wire import replace
-from pdbus.connector.attempt import Fetch
-from pdbus.connector.fetch import Clock, Fetches
+from pdbus.connector.attempt import Clock, Fetch
+from pdbus.connector.fetch import Fetches
 from pdbus.connector.handoff import Cause, Fetched, FirstTokenKnown, Holder, ReadsFinished
 from pdbus.connector.ledger import Grant, LeaseLedger
 from pdbus.connector.offer import Offers
