@@ -70,7 +70,10 @@ def node(*, config: ConfigFile = None, settings: dict[str, str]) -> None:
     chosen = load(settings, os.environ, file=config)
     from .control import run_node
 
-    raise typer.Exit(run_node(chosen))
+    try:
+        raise typer.Exit(run_node(chosen))
+    except ConfigError as e:
+        raise chosen.as_written(e) from None
 
 
 DECIDED_BY_UP = ("role", "name", "listen", "advertise", "events", "join", "http_port", "insecure", "cpus")

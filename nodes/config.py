@@ -56,7 +56,7 @@ class NodeConfig(Declared):
     cpus: tuple[int, ...]  # (): all that the process may use
     deterministic: bool
     skip_sampling: bool
-    max_model_len: int  # tokens; 0: the model's own limit
+    max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     block_size: int  # tokens
     kv_blocks: int  # 0: as many as kv_memory_bytes hold
@@ -79,6 +79,11 @@ class NodeConfig(Declared):
 
     record: str  # folder; "": not recorded
     run_dir: str
+    written: dict[str, str] = {}  # by option, how the user wrote it: PD_MODEL, model (node.toml)
+
+    def as_written(self, error: ConfigError) -> ConfigError:
+        """The error of a later check, which knows only the option, blaming what the user wrote."""
+        return ConfigError(self.written.get(error.setting, error.setting), error.problem)
 
 
 class Host(Declared):
@@ -199,9 +204,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
             lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
-    Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24),
-            lambda c, host: 32_768 if c["engine"] == "coded" else 0, "Most tokens of a prompt and its answer.",
-            "the model's own limit"),
+    Setting("max_model_len", "Model", "TOKENS", values.whole(1, 1 << 24), 0,
+            "Most tokens of a prompt and its answer.", "the model's own limit, or what the KV blocks hold"),
     Setting("deterministic", "Model", "", values.switch, False,
             "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
     Setting("skip_sampling", "Model", "", values.switch, False,
@@ -229,7 +233,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("coded_layers", "Coded engine", "N", values.whole(1, 1024), 4, "Layers."),
     Setting("coded_kv_heads", "Coded engine", "N", values.whole(1, 1024), 2, "KV heads."),
     Setting("coded_head_dim", "Coded engine", "N", values.whole(1, 1024), 16, "Channels of a head."),
-    Setting("coded_vocab", "Coded engine", "N", values.whole(2, 1 << 24), 256, "Token ids."),
+    Setting("coded_vocab", "Coded engine", "N", values.whole(16, 1 << 24), 256, "Token ids."),
     Setting("coded_step_ms", "Coded engine", "MS", values.real(0, 60_000, "milliseconds"), 0.0, "Time of a step."),
     Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
             "Time that each token adds to a step."),
@@ -287,7 +291,7 @@ def _resolve(given: _Given, host: Host) -> NodeConfig:
     ports = ("listen", "advertise", "events", "http_port")
     asked: dict[str, Any] = {f"{name}_asked": name in given.text for name in ports}
     fields: dict[str, Any] = {s.field or s.name: chosen[s.name] for s in SETTINGS}
-    return NodeConfig(**fields, **asked)
+    return NodeConfig(**fields, **asked, written={_option(name): how for name, how in given.written.items()})
 
 
 def _from_file(file: Path) -> dict[str, tuple[str, str]]:

@@ -11,6 +11,7 @@ from pdbus.connector.layout import geometry_for
 from .config import NodeConfig
 
 BLOCKS_MAX = (1 << 32) - 1  # block ids travel as u32
+CODED_MODEL_LEN = 32_768  # tokens; its own limit is that of memory and patience
 
 
 class Setup(Declared):
@@ -32,14 +33,15 @@ def _coded(config: NodeConfig) -> Setup:
     geometry = geometry_for(
         config.coded_layers, config.coded_kv_heads, config.coded_head_dim, config.block_size, config.dtype
     )
+    blocks = _blocks(config, geometry)
     return Setup(
         model=config.model,
         folder="",
         geometry=geometry,
         fingerprint=config.model_id or f"coded-{config.coded_vocab}",
-        max_model_len=config.max_model_len,
+        max_model_len=_model_len(config, CODED_MODEL_LEN, blocks),
         vocab_size=config.coded_vocab,
-        blocks=_blocks(config, geometry),
+        blocks=blocks,
     )
 
 
@@ -54,15 +56,28 @@ def _torch(config: NodeConfig) -> Setup:
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
         )
     geometry = geometry_for(model.layers, model.kv_heads, model.head_dim, config.block_size, config.dtype)
+    blocks = _blocks(config, geometry)
     return Setup(
         model=resolved.name,
         folder=resolved.folder,
         geometry=geometry,
         fingerprint=config.model_id or weights_fingerprint(resolved.folder, config.dtype),
-        max_model_len=config.max_model_len or model.max_positions,
+        max_model_len=_model_len(config, model.max_positions, blocks),
         vocab_size=model.vocab,
-        blocks=_blocks(config, geometry),
+        blocks=blocks,
     )
+
+
+def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
+    """Tokens of the longest request: one alone must fit into the KV blocks, or it would wait for ever."""
+    held = blocks * config.block_size
+    if config.max_model_len > held:
+        raise ConfigError(
+            "--max-model-len",
+            f"{config.max_model_len} tokens do not fit into {blocks} KV blocks of {config.block_size}: give at most "
+            f"{held}, or a larger --kv-memory or --kv-blocks",
+        )
+    return config.max_model_len or min(own_limit, held)
 
 
 def _blocks(config: NodeConfig, geometry: Geometry) -> int:

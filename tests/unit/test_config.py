@@ -30,8 +30,8 @@ def toml(folder: Path, text: str) -> Path:
 
 
 def test_every_setting_is_a_field_and_every_field_a_setting() -> None:
-    asked = {"listen_asked", "advertise_asked", "events_asked", "http_port_asked"}
-    assert {s.field or s.name for s in SETTINGS} | asked == set(NodeConfig.__struct_fields__)
+    others = {"listen_asked", "advertise_asked", "events_asked", "http_port_asked", "written"}
+    assert {s.field or s.name for s in SETTINGS} | others == set(NodeConfig.__struct_fields__)
 
 
 def test_defaults() -> None:
@@ -110,6 +110,17 @@ def test_a_bad_variable_is_named_as_it_was_written() -> None:
         load({"engine": "coded"}, {"PD_KV_BLOCKS": "1"}, host=HOST)
 
 
+def test_what_is_found_out_later_is_blamed_as_it_was_written(tmp_path: Path) -> None:
+    """That a port is taken, or a model damaged, shows only when the node starts."""
+    config = load(
+        {"engine": "coded"}, {"PD_LISTEN": "tcp://127.0.0.1:1"}, file=toml(tmp_path, "dtype = 'float16'"), host=HOST
+    )
+    said = [
+        str(config.as_written(ConfigError(option, "no"))) for option in ("--listen", "--dtype", "--engine", "--name")
+    ]
+    assert said == ["PD_LISTEN: no", "dtype (node.toml): no", "--engine: no", "--name: no"]
+
+
 def test_a_stronger_source_decides_between_blocks_and_memory() -> None:
     config = load({"engine": "coded", "kv_memory": "1MiB"}, {"PD_KV_BLOCKS": "7"}, host=HOST)
     assert (config.kv_blocks, config.kv_memory_bytes) == (0, 1 << 20)
@@ -182,7 +193,7 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"lease": "5ms"}, "--lease", "100ms to 1h"),
         ({"lease": "2s", "renew": "1s"}, "--lease", "three renewals and three claims"),
         ({"renew": "20s"}, "--renew", "three renewals and three claims"),
-        ({"coded_vocab": "1"}, "--coded-vocab", "from 2"),
+        ({"coded_vocab": "1"}, "--coded-vocab", "from 16"),
         ({"coded_step_ms": "nan"}, "--coded-step-ms", "milliseconds from 0"),
         ({"coded_token_us": "-1"}, "--coded-token-us", "microseconds from 0"),
         ({"deterministic": "perhaps"}, "--deterministic", "give true or false"),
