@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from .errors import ConfigError
 
 BUS_PORT = 7400
 HTTP_PORT = 8080
+TAKEN = "taken"
 TRIPLES_MAX = 100  # how many triples after the default are tried: more nodes than that on a machine is a mistake
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\[\]/:\s]+):(\d{1,5})")
@@ -97,22 +99,24 @@ def own_host() -> str:
 
 def is_free(host: str, port: int) -> bool:
     """Whether `port` can be bound on `host` now. Someone may still take it before we do."""
+    return not bind_problem(host, port)
+
+
+def bind_problem(host: str, port: int) -> str:
+    """Why `port` cannot be bound on `host` now; '' when it can."""
     host = "" if host == "*" else host
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
-        return False
-    return all(_binds(family, at) for family, _, _, _, at in found[:1])
-
-
-def _binds(family: int, at: tuple[Any, ...]) -> bool:
+    except OSError as e:
+        return e.strerror or str(e)
+    family, _, _, _, at = found[0]
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does: a closed port's past is no bar
         try:
             probe.bind(at)
-            return True
-        except OSError:
-            return False
+        except OSError as e:
+            return TAKEN if e.errno == errno.EADDRINUSE else e.strerror or str(e)
+    return ""
 
 
 def free_triples(host: str, start: int = BUS_PORT) -> Iterator[Triple]:
@@ -132,9 +136,12 @@ def free_port(host: str, start: int = HTTP_PORT) -> int:
 
 
 def need_free(host: str, port: int, setting: str) -> None:
-    """Raises ConfigError naming `setting` and the port when it was asked for and is taken."""
-    if port and not is_free(host, port):
+    """Raises ConfigError naming `setting` and the port when it was asked for and cannot be bound."""
+    problem = bind_problem(host, port) if port else ""
+    if problem == TAKEN:
         raise ConfigError(setting, f"port {port} on {host} is taken: stop who listens there, or choose another")
+    if problem:
+        raise ConfigError(setting, f"cannot listen on {host}, port {port}: {problem}")
 
 
 def bind_first_free(bind: Callable[[Triple], T], host: str, start: int = BUS_PORT, *, setting: str = "--listen") -> T:

@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
-from pdbus.bus.errors import Broken
+from pdbus.bus.errors import Broken, ConfigError
+from pdbus.bus.ports import is_wildcard, parse_address
 from pdbus.bus.wire import Declared, replace
 from pdbus.connector.channel import ControlChannel, endpoint_in
 from pdbus.connector.ipc import MoverArgs, WorkerArgs
@@ -22,6 +24,7 @@ from .config import NodeConfig
 from .http.listening import HttpArgs, listen
 
 HTTP_MODULE = "pdbus.nodes.http.server"
+HTTP_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 HTTP_RESTART_S = 0.5
 STOP_WAIT_S = 3.0  # from the stop message to SIGTERM: a step or a read may be under way
 
@@ -112,10 +115,19 @@ class HttpServer:
 
     def __init__(self, config: NodeConfig, bus: str) -> None:
         """Raises ConfigError naming --http-port or --http-host."""
+        missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
+        if missing:
+            problem = f"HTTP needs the package {missing[0]}: pip install 'pdbus[http]', or give 0 for no HTTP"
+            raise ConfigError("--http-port", problem)
         self._bus = bus
         self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
-        host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        port = self._socket.getsockname()[1]
+        if port != config.http_port:
+            log.info("port %d is taken: HTTP listens on port %d", config.http_port, port)
+        host = config.http_host.strip("[]")
+        if is_wildcard(host):
+            host = parse_address(bus, "--listen").host  # where others reach this machine
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._child: Child | None = None
         self._stopping = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 from pdbus.bus.errors import ConfigError
@@ -32,12 +33,17 @@ def listen(host: str, port: int, *, search: bool = False) -> socket.socket:
         except OSError as e:
             if e.errno != errno.EADDRINUSE:
                 setting = "--http-port" if e.errno == errno.EACCES else "--http-host"
-                raise ConfigError(setting, f"cannot listen on {host}:{candidate}: {e.strerror or e}") from None
+                raise ConfigError(setting, f"cannot listen on {host}:{candidate}: {_reason(e)}") from None
         except OverflowError:
             break
     if not 0 <= port <= 65_535:
         raise ConfigError("--http-port", f"must be between 0 and 65535, got {port}")
-    raise ConfigError("--http-port", f"{host}:{port} is taken; choose another port, or 0 for any free one")
+    raise ConfigError("--http-port", f"{host}:{port} is taken: stop who listens there, or choose another")
+
+
+def _reason(error: OSError) -> str:
+    """`create_server` puts the address into `strerror`; a name that does not resolve has a number below zero."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def _family(host: str) -> socket.AddressFamily:

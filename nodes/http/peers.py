@@ -147,7 +147,7 @@ async def fetch_info(endpoint: str) -> Info:
 
 def _reason(error: OSError) -> str:
     """asyncio puts the address into `strerror`; the number tells more."""
-    return os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def _split(endpoint: str) -> SplitResult:

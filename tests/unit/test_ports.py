@@ -90,6 +90,12 @@ def test_a_port_that_was_asked_for_and_is_taken_is_named(taken: int) -> None:
         need_free("127.0.0.1", taken, "--http-port")
 
 
+@pytest.mark.parametrize(("host", "problem"), [("192.0.2.1", "Cannot assign"), ("no-such-host.invalid", "")])
+def test_a_host_that_is_not_ours_is_not_called_taken(host: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--listen: cannot listen on {host}, port 7400: {problem}"):
+        need_free(host, 7400, "--listen")
+
+
 def test_a_taken_default_gives_the_next_free_port(taken: int) -> None:
     assert free_port("127.0.0.1", taken) > taken
 
