@@ -7,6 +7,7 @@ Whatever is wrong with what the user gave is one line on standard error and exit
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -193,13 +194,18 @@ def _bench(name: str, as_json: bool, **options: Any) -> None:
 
 @replay.command()
 def show(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id or how that begins, or the client's id.")],
+    request: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST", help="Its id (as HTTP shows it, too) or how that begins, or the client's id."
+        ),
+    ],
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
 ) -> None:
     """Show what happened to one request, on all nodes."""
     from .replay.show import show_request
 
-    raise typer.Exit(show_request(request, folders or [Path()]))
+    raise typer.Exit(show_request(re.sub("^(chat)?cmpl-", "", request), folders or [Path()]))
 
 
 def main() -> None:

@@ -7,16 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
 from pdbus.bus.client import Client
 
-from .tables import pairs, print_json, table
+from .tables import output, pairs, print_json, table
 
 WATCH_S = 1.0
+REQUEST_CHARS = 8  # of a request's id
 EXIT_UNCLEAN = 1
 PEERS = ("name", "role", "state", "draining", "leases", "fetches", "address", "detail")
 REQUESTS = ("request", "state", "age_ms", "prompt_tokens", "cached_tokens", "generated", "attempts", "prefill_node")
@@ -34,7 +35,7 @@ async def _show(address: str, ledger: bool, as_json: bool, watch: bool) -> int:
         read = _ledger if ledger else _status
         if not watch:
             said = await read(client)
-            print_json(said) if as_json else Console().print(_view(said, ledger))
+            print_json(said) if as_json else output().print(_view(said, ledger))
             return EXIT_UNCLEAN if ledger and not said["clean"] else 0
         await (_watch_json(client, read) if as_json else _watch(client, read, ledger))
     return 0
@@ -92,7 +93,10 @@ def _facts(said: Status) -> dict[str, Any]:
 
 def _brief(row: Status) -> dict[str, Any]:
     """A request id as far as `pd-replay show` needs it."""
-    return {key: value[:12] if key == "request" and isinstance(value, str) else value for key, value in row.items()}
+    return {
+        key: value[:REQUEST_CHARS] if key == "request" and isinstance(value, str) else value
+        for key, value in row.items()
+    }
 
 
 def blocks_line(blocks: Status) -> str:
@@ -120,7 +124,7 @@ async def _connect(node: str, members: Sequence[str]) -> int:
         outcomes = await client.connect(members)
     for outcome in outcomes:
         said = "[green]joined[/green]" if outcome.ok else "[red]not joined[/red]"
-        Console().print(f"{escape(outcome.target)}  {said}  {escape(outcome.detail)}".rstrip())
+        output().print(f"{escape(outcome.target)}  {said}  {escape(outcome.detail)}".rstrip())
     return int(not all(outcome.ok for outcome in outcomes))
 
 

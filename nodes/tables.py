@@ -14,6 +14,13 @@ from pdbus.bus import wire
 
 Row = Mapping[str, Any]
 
+PIPE_COLUMNS = 200  # where no terminal says how wide it is: a line stays a line for grep
+
+
+def output() -> Console:
+    """Standard output."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
 
 def print_json(value: Any) -> None:
     """One line of JSON on standard output."""
@@ -23,7 +30,7 @@ def print_json(value: Any) -> None:
 
 def print_result(title: str, result: Row, console: Console | None = None) -> None:
     """Scalars as one table of names and values, every list of dicts as a table of its own."""
-    console = console or Console()
+    console = console or output()
     console.print(f"[bold]{escape(title)}[/bold]")
     lists = {name: value for name, value in result.items() if _is_rows(value)}
     scalars = {name: value for name, value in result.items() if name not in lists}
@@ -48,13 +55,17 @@ def pairs(values: Row) -> Table:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
-    """Dicts as rows. Without `columns`, those of the first row in its order."""
+    """Dicts as rows. Without `columns`, those of the first row in its order; one that is empty in all rows is left out.
+
+    In a narrow terminal headings break between their words and values fold: nothing is cut off.
+    """
     grid = Table(box=None, header_style="dim", pad_edge=False)
-    for name in columns or tuple(rows[0]):
+    shown = [c for c in columns or tuple(rows[0]) if any(show(row.get(c, ""), c) for row in rows)]
+    for name in shown:
         numeric = all(isinstance(row.get(name, 0), int | float) for row in rows)
-        grid.add_column(name, justify="right" if numeric else "left", no_wrap=name != "detail", overflow="fold")
+        grid.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(escape(show(row.get(name, ""), name)) for name in columns or tuple(rows[0])))
+        grid.add_row(*(escape(show(row.get(name, ""), name)) for name in shown))
     return grid
 
 

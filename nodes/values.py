@@ -120,11 +120,14 @@ def duration(low_ns: int, high_ns: int) -> Parser:
 
 
 def show_duration(ns: int) -> str:
-    """The shortest way to write a duration."""
-    for unit in ("h", "m", "s", "ms"):
+    """The shortest way to write a duration. Above a second what is finer than a millisecond is rounded up."""
+    second, millisecond = DURATION_UNITS_NS["s"], DURATION_UNITS_NS["ms"]
+    if ns > second:
+        ns = -(-ns // millisecond) * millisecond
+    for unit in ("h", "m", "s") if ns > second else ("s", "ms"):
         if ns >= DURATION_UNITS_NS[unit] and ns % DURATION_UNITS_NS[unit] == 0:
             return f"{ns // DURATION_UNITS_NS[unit]}{unit}"
-    return f"{ns / 1000:g}us"
+    return f"{ns / second:g}s" if ns > second else f"{ns / 1000:g}us"
 
 
 def address(*, free_port: bool = False) -> Parser:
