@@ -100,9 +100,10 @@ class WorkerAlive(FromWorker):
 
 
 class WorkerFailed(FromWorker):
-    """The worker cannot go on; it exits after this."""
+    """The worker cannot go on; it exits after this. `setting` is the option at fault, if one is."""
 
     problem: str
+    setting: str = ""
 
 
 # ---------------------------------------------------------------- control to mover

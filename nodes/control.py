@@ -65,11 +65,13 @@ def run_node(config: NodeConfig) -> int:
 async def _run(config: NodeConfig, setup: Setup) -> int:
     slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
     directory = make_run_directory(config.run_dir)
-    control = Control(config, setup, slab, directory)
     try:
-        return await control.run()
+        control = Control(config, setup, slab, directory)
+        try:
+            return await control.run()
+        finally:
+            await control.close()
     finally:
-        await control.close()
         shutil.rmtree(directory, ignore_errors=True)
         slab.close()
 
@@ -280,10 +282,10 @@ class Control:
                 self._step_done(message)
             case ipc.WorkerAlive():
                 self.intake.probed("worker", message.probe)
-            case ipc.WorkerFailed():
+            case ipc.WorkerFailed() if self.core.worker_up:
                 log.error("worker: %s", message.problem)
-                if not self.core.worker_up:
-                    self.fail(Broken(message.problem))
+            case ipc.WorkerFailed(setting=setting, problem=problem):
+                self.fail(ConfigError(setting, problem) if setting else Broken(f"the worker cannot start: {problem}"))
 
     def _step_done(self, done: ipc.StepDone) -> None:
         if not self.core.scheduler.busy or done.step != self.core.scheduler.step:
@@ -364,10 +366,10 @@ class Control:
                 self.post(ev.ReadDoubtful(read=message.read, problem=message.problem))
             case ipc.MoverAlive():
                 self.intake.probed("mover", message.probe)
-            case ipc.MoverFailed():
+            case ipc.MoverFailed() if self.core.mover_up:
                 log.error("mover: %s", message.problem)
-                if not self.core.mover_up:
-                    self.fail(Broken(message.problem))
+            case ipc.MoverFailed(problem=problem):
+                self.fail(Broken(f"the mover cannot start: {problem}"))
 
     def _agent_name(self, epoch: int) -> str:
         return f"{self.config.name}/0/{self.incarnation.hex()}/{epoch}"

@@ -54,8 +54,10 @@ def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
     try:
         try:
             engine = load(args, channel)
+        except ConfigError as e:
+            return _failed(channel, e.problem, 2, e.setting)
         except PdError as e:
-            return _failed(channel, str(e), 2)
+            return _failed(channel, str(e), 1)
         serve(engine, channel)
     except Closed:
         return 0
@@ -130,9 +132,9 @@ def obey(engine: Engine, message: ToWorker) -> FromWorker | None:
     return None
 
 
-def _failed(channel: ChildChannel[ToWorker], problem: str, status: int) -> int:
+def _failed(channel: ChildChannel[ToWorker], problem: str, status: int, setting: str = "") -> int:
     try:
-        channel.send(WorkerFailed(problem=problem))
+        channel.send(WorkerFailed(problem=problem, setting=setting))
     except Closed:
         print(problem, file=sys.stderr)
     return status

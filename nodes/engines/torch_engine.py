@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdbus.bus.errors import Broken, ConfigError, LocalProtocolError
+from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, Sampling
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
@@ -180,7 +180,7 @@ class TorchEngine:
     def _check_finite(self, logits: Tensor) -> None:
         """Once: damaged weights show in the first logits."""
         if not self._finite_checked and not bool(torch.isfinite(logits).all()):
-            raise Broken("the model's logits are not finite numbers: its weights are damaged (NaN or infinity)")
+            raise ConfigError("--model", "the logits are no finite numbers: the weights are damaged (NaN or infinity)")
         self._finite_checked = True
 
     @torch.inference_mode()

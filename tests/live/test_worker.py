@@ -178,20 +178,24 @@ def test_a_probe_goes_through_the_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "setting", "problem"),
     [
-        ({"engine": "jax"}, "--engine: 'jax' is neither torch nor coded"),
-        ({"coded_vocab": 3}, "coded_vocab: 3 is too few tokens; at least 16"),
-        ({"slab_path": "/proc/self/fd/999"}, "cannot open the KV slab at /proc/self/fd/999: No such file or directory"),
-        ({"cpus": (4095,)}, "--cpus: 4095: Invalid argument"),
+        ({"engine": "jax"}, "--engine", "'jax' is neither torch nor coded"),
+        ({"coded_vocab": 3}, "coded_vocab", "3 is too few tokens; at least 16"),
+        ({"cpus": (4095,)}, "--cpus", "4095: Invalid argument"),
+        (
+            {"slab_path": "/proc/self/fd/999"},
+            "",
+            "cannot open the KV slab at /proc/self/fd/999: No such file or directory",
+        ),
     ],
 )
-def test_a_setting_that_cannot_work_is_one_line(
-    changes: dict[str, object], problem: str, capfd: pytest.CaptureFixture[str]
+def test_what_cannot_work_is_one_line_that_names_the_setting(
+    changes: dict[str, object], setting: str, problem: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario(worker: Worker) -> None:
-        assert await worker.next() == WorkerFailed(problem=problem)
-        assert await worker.exit_code() == 2
+        assert await worker.next() == WorkerFailed(problem=problem, setting=setting)
+        assert await worker.exit_code() == (2 if setting else 1)
 
     with_worker(scenario, **changes)
     assert "Traceback" not in capfd.readouterr().err
