@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderGone
+from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderCame, ReaderGone
 
 from . import events as ev
 from .decode import Source
@@ -59,6 +59,7 @@ class Peers:
                     )
                 )
             case ms.PeerUp():
+                news.append(ReaderCame(node=effect.peer.name, incarnation=effect.peer.incarnation))
                 out.append(_node_event("node.up", effect.peer))
             case ms.PeerAgent():
                 self._agent(effect, out, news)
