@@ -25,6 +25,9 @@ __all__ = ["Cluster", "run_up", "serve"]
 BUS_PORT = 7400
 COLOURS = {"prefill": ("cyan", "blue"), "decode": ("magenta", "red"), "both": ("green", "yellow")}
 NAME_CHARS = 10
+QUESTION = (
+    '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'
+)
 
 
 def run_up(
@@ -139,8 +142,9 @@ def welcome(cluster: Cluster) -> Text:
         text.append(f"  {node.name:<{NAME_CHARS}}", style=COLOURS[node.role][0])
         text.append(f"{node.address}  {node.http}\n")
     front = (cluster.decode or cluster.both)[0]
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
-    text.append(f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+    text.append(
+        f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{QUESTION}'\n"
+    )
     text.append(f"  pd status {front.address}\n\n")
     text.append("Ctrl-C drains and ends all nodes.\n", style="dim")
     return text
