@@ -118,8 +118,8 @@ class Membership:
             return [ms.rejected(event, "this is the node itself")]
         dial = self._dials.at(event.address)
         known = self._roster.get(dial.name if dial else "") or self._roster.at(event.address)
-        if known is not None:
-            known.move("asked")
+        if known is not None and known.move("asked") and known.state is UP:
+            return []  # its removal is taken back
         if dial is not None:
             return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
         if self._dials.full():
@@ -202,16 +202,15 @@ class Membership:
         dial = self._dials.at(event.address)
         if dial is None or dial.state is not DialState.OPENING:
             return [ms.rejected(event, "not being opened")]
-        self._dials.fail(dial, event.problem, now_ns)
-        return []
+        return self._call_failed(dial, event.problem, now_ns)
 
     def _link_lost(self, event: ms.LinkLost, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.on(event.link)
         if dial is None:
             return [ms.rejected(event, "unknown link", event.link)]
         if dial.state is DialState.GREETING:
-            self._dials.fail(dial, "the connection was cut during the handshake", now_ns)
-            return ms.closing(event.link)
+            reason = "the connection was cut during the handshake"
+            return [*ms.closing(event.link), *self._call_failed(dial, reason, now_ns)]
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
@@ -225,8 +224,10 @@ class Membership:
         header, hello = event.header, event.message
         refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
         if refusal := LEAVING if self._leaving else refusal:
-            self._roster.turn_away(header, hello, refusal.reason)
-            return [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+            effects = [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+            if self._roster.turn_away(header, hello, refusal.reason):
+                effects.append(ms.TurnedAway(name=header.from_, address=hello.address, reason=refusal.reason))
+            return effects
         welcome = self._answer(
             event.link, header, Welcome(hello=self._hello, members=self._roster.introduce(header.from_))
         )
@@ -246,11 +247,10 @@ class Membership:
             return [ms.rejected(event, "meant for another incarnation", event.link)]
         fields = differences(self._hello, hello)
         if reason := self._roster.impossible(header, now_ns) or (describe(fields) if fields else ""):
-            self._dials.refuse(dial, reason, now_ns)
-            return [*ms.closing(event.link), ms.rejected(event, reason, event.link)]
+            return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, reason, event.link)]
         if hello.geometry is None:
-            self._dials.refuse(dial, f"a {hello.role} is no member", now_ns)
-            return [*ms.closing(event.link), ms.rejected(event, "no geometry", event.link)]
+            reason = f"a {hello.role} is no member"
+            return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, "no geometry", event.link)]
         return self._welcomed(event, dial, now_ns)
 
     def _welcomed(self, event: ms.WelcomeReceived, dial: Dial, now_ns: int) -> list[ms.MembershipEffect]:
@@ -262,6 +262,7 @@ class Membership:
         if known is not None and known.incarnation == header.from_inc and known.out and known.state in USABLE:
             # Two addresses of one peer: the first link stays, and a word on it tells the peer where we are.
             self._dials.drop(dial)
+            known.also_at(dial.address)
             rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
             return [*ms.closing(event.link), self._send(known, known.out, self._load), rejected]
         known, effects = self._greeted(header, hello, now_ns)
@@ -276,12 +277,22 @@ class Membership:
         if dial is None or dial.state is not DialState.GREETING:
             return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         dial.name = dial.name or event.header.from_
-        self._dials.refuse(dial, event.message.reason, now_ns)
+        effects = self._refuse_call(dial, event.message.reason, now_ns)
         known = self._roster.get(dial.name)
-        down: list[ms.MembershipEffect] = []
         if known is not None and known.state in LIVE and known.incarnation == event.header.from_inc:
-            down = self._lost(known, event.message.reason, now_ns)
-        return [*ms.closing(event.link), *down]
+            effects += self._lost(known, event.message.reason, now_ns)
+        return effects
+
+    def _refuse_call(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+        """They refused us, or we them: another try only slowly."""
+        before, link = dial.reason, dial.link
+        self._dials.refuse(dial, reason, now_ns)
+        return [*ms.closing(link), *_news_of(dial, before)]
+
+    def _call_failed(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+        before = dial.reason
+        self._dials.fail(dial, reason, now_ns)
+        return _news_of(dial, before)
 
     def _greeted(self, header: Header, hello: Hello, now_ns: int) -> tuple[Known, list[ms.MembershipEffect]]:
         """Make this incarnation the current one of its name. Tells the end of the one before."""
@@ -436,8 +447,7 @@ class Membership:
             return [ms.rejected(event, "late, from a retired incarnation", event.link)]
         dial = self._dials.on(event.link)
         if dial is not None and dial.state is DialState.GREETING:
-            self._dials.fail(dial, "it answered stale_peer", now_ns)
-            return ms.closing(event.link)
+            return [*ms.closing(event.link), *self._call_failed(dial, "it answered stale_peer", now_ns)]
         known = self._roster.live_on(event.link)
         if known is None:
             return [ms.rejected(event, "no live peer there", event.link)]
@@ -453,7 +463,7 @@ class Membership:
         effects: list[ms.MembershipEffect] = []
         for dial in self._dials.overdue(now_ns):
             effects += ms.closing(dial.link)
-            self._dials.fail(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
+            effects += self._call_failed(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
         for known in self._roster.all():
             if known.state in LIVE:
                 effects += self._watch(known, now_ns)
@@ -498,3 +508,10 @@ class Membership:
         return ms.SendOn(
             link=link, kind=message.KIND, message=message, to=header.from_, to_inc=header.from_inc, cause=header.seq
         )
+
+
+def _news_of(dial: Dial, before: str) -> list[ms.MembershipEffect]:
+    """A call that fails for the same reason as before is no news."""
+    if dial.reason == before:
+        return []
+    return [ms.CallFailed(address=dial.address, name=dial.name, reason=dial.reason)]

@@ -37,6 +37,7 @@ from pdbus.connector.process import Exit
 from pdbus.connector.slab import Slab
 
 from . import events as ev
+from . import report
 from .binding import bind_bus
 from .children import HttpServer, Managed
 from .config import NodeConfig
@@ -143,7 +144,10 @@ class Control:
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
-        log.info("model %s, %d KV blocks of %d tokens", self.setup.model, self.setup.blocks, self.config.block_size)
+        log.info(
+            "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
+            self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
+        )  # fmt: skip
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         serving = self._loop.create_task(self.endpoint.serve())
@@ -449,6 +453,8 @@ class Control:
     # ------------------------------------------------------------ the rest
 
     def _publish(self, e: ev.Publish) -> None:
+        if e.topic == "node" and (line := report.news(e.event, e.data)):
+            log.info("%s", line)
         self.publisher.publish(e.topic, e.event, e.data)
 
     def _drained(self, e: ev.Drained) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
 from pdbus.bus.endpoint import Received
-from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.errors import ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
     Cancel,
@@ -34,6 +34,7 @@ from pdbus.bus.messages import (
     StatusReply,
     TokenLogprob,
 )
+from pdbus.bus.ports import parse_address
 from pdbus.bus.wire import pack_u32, replace, unpack_u32
 from pdbus.connector import ipc
 
@@ -330,10 +331,17 @@ class Intake:
         return ConnectReply(outcomes=tuple(outcomes))
 
     async def _join(self, address: str) -> Outcome:
+        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
+        try:
+            parse_address(address, "address")
+        except ConfigError as e:
+            return Outcome(target=address, ok=False, detail=e.problem)
+        if address == self._control.address:
+            return Outcome(target=address, ok=False, detail="this is the node itself")
         self._control.post(ev.JoinAsked(address=address))
         await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
         outcome = report.joined(self._control.core, address)
-        return outcome or Outcome(target=address, ok=False, detail=f"no answer within {JOIN_WAIT_S:g} s")
+        return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
 
     async def _disconnect(self, message: Message) -> DisconnectReply:
         assert isinstance(message, Disconnect)
@@ -356,7 +364,8 @@ class Intake:
             return False
         self._probe += 1
         key = (what, self._probe)
-        answered = self._probes[key] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes[key] = answered
         if what == "worker":
             self._control.worker.send(ipc.ProbeWorker(probe=self._probe))
         else:

@@ -65,6 +65,10 @@ class Peers:
                 self._agent(effect, out, news)
             case ms.PeerDown():
                 self._down(effect, out, news)
+            case ms.CallFailed() | ms.TurnedAway():
+                event = "node.unreachable" if isinstance(effect, ms.CallFailed) else "node.refused"
+                data: dict[str, object] = {"node": effect.name, "address": effect.address, "reason": effect.reason}
+                out.append(ev.Publish(topic="node", event=event, data=data))
             case ms.DrainAsked():
                 self.drain_asked = True
 

@@ -460,6 +460,42 @@ def test_an_unreachable_address_is_shown_with_its_reason_and_tried_again() -> No
     assert d.state_of("p") == "up"
 
 
+def test_why_an_address_cannot_be_joined_is_told_once_until_the_reason_changes() -> None:
+    """A log that repeats it at every try hides everything else."""
+    net = Net()
+    d = Node(net, "d", "decode")
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    net.run(60)
+    told = ms.CallFailed(address="tcp://p:7400", name="", reason="no answer within 5 s")
+    assert d.got(ms.CallFailed) == [told]
+    Node(net, "p", "prefill", model="other", fingerprint="g")
+    net.run(60)
+    reason = "cannot share KV: fingerprint f against g"
+    assert d.got(ms.CallFailed) == [told, ms.CallFailed(address="tcp://p:7400", name="p", reason=reason)]
+
+
+def test_who_is_turned_away_is_told_once() -> None:
+    net = Net()
+    p, d = Node(net, "p", "prefill"), Node(net, "d", "decode", fingerprint="g")
+    d.join(p)
+    net.run(120)
+    [told] = p.got(ms.TurnedAway)
+    assert (told.name, told.address) == ("d", d.address)
+    assert told.reason == "cannot share KV: fingerprint g against f"
+
+
+def test_a_call_under_way_is_shown_as_one() -> None:
+    """Who asked for it waits for its outcome, and does not take the last try's for it."""
+    net = Net()
+    d = Node(net, "d", "decode")
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    assert d.machine.members()[0].calling
+    net.run(5)
+    assert not d.machine.members()[0].calling
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    assert d.machine.members()[0].calling
+
+
 def test_back_off_doubles_to_five_seconds_with_jitter() -> None:
     net = Net()
     d = Node(net, "d", "decode")
@@ -493,7 +529,8 @@ def test_two_addresses_of_one_peer_make_one_link() -> None:
     d.handle(ms.JoinAsked(address="tcp://alias:7400"))
     net.deliver()
     assert d.machine.prefill_peers()[0].link == first
-    assert len(d.machine.members()) == 1
+    [member] = d.machine.members()
+    assert member.aliases == ("tcp://alias:7400",)
     peer = p.machine.peer("d")
     assert peer is not None
     assert net.links[peer.link][1] == first
@@ -556,6 +593,15 @@ def test_removal_waits_for_the_last_lease_and_chooses_the_peer_no_more() -> None
     d.handle(ms.BusyChanged(peer="p", busy=False))
     assert len(d.got(ms.PeerRemoved)) == 1
     assert d.sent(Goodbye) == [Goodbye(reason="removed")]
+
+
+def test_a_removal_that_waits_is_taken_back_by_join() -> None:
+    _, p, d = pair()
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    d.handle(ms.RemoveAsked(target="p"))
+    d.join(p)
+    d.handle(ms.BusyChanged(peer="p", busy=False))
+    assert d.state_of("p") == "up" and d.got(ms.PeerRemoved) == []
 
 
 def test_removal_does_not_wait_for_ever() -> None:
