@@ -87,13 +87,15 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
 
 def member(core: NodeCore, target: str) -> ms.Peer | None:
     """Whom a name or an address stands for."""
-    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at)), None)
+    if not target:
+        return None
+    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at, *p.aliases)), None)
 
 
 def joined(core: NodeCore, address: str) -> Outcome | None:
     """What joining that address has come to, good or bad; None while it is under way."""
     p = member(core, address)
-    if p is None:
+    if p is None or p.calling:
         return None
     if p.state is ms.PeerState.UP:
         problem = core.peers.problem(p)
