@@ -104,6 +104,7 @@ class Control:
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
         self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self.worker: Managed[ipc.FromWorker] = Managed(
             "pdbus.nodes.worker",

@@ -27,7 +27,7 @@ from pdbus.bus.messages import (
     StalePeer,
     TransferDone,
 )
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
@@ -123,6 +123,8 @@ class NodeCore:
         busy = frozenset((*self.requests.fetching_from(), *self.prefills.readers()))
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
+        if cache := self.pool.take_events():
+            out.append(ev.Publish(topic="kv", event="blocks", data={"events": [to_plain(c) for c in cache]}))
         if self.drain_until is not None and not self._drained and self._idle():
             self._say_goodbye(now, out)
 
@@ -179,6 +181,7 @@ class NodeCore:
             code, problem = refusal
             self._end(request, "error", now, out, code=code, problem=problem)
             return
+        out.append(_request_event("arrived", event.request, prompt_tokens=event.prompt_tokens))
         out.append(ev.OpenSequence(seq=request.seq, sampling=event.sampling, request=event.request))
 
     def _refusal(self, r: Request) -> tuple[str, str] | None:
@@ -220,6 +223,7 @@ class NodeCore:
         for effect in effects:
             if isinstance(effect, ev.EndRequest):
                 self._fetch(ho.FetchLeft(request=effect.request), now, out)
+                out.append(_request_event("ended", effect.request, reason=effect.reason, code=effect.code))
 
     # ------------------------------------------------------------ fetching
 
@@ -269,8 +273,11 @@ class NodeCore:
         if failed.peer_suspect:
             self.peers.avoid(failed.node, now)
         self.requests.attempt_failed(failed)
-        data: dict[str, object] = {"attempt": failed.attempt, "node": failed.node, "cause": failed.cause}
-        out.append(ev.Publish(topic="request", event="attempt.failed", data={"request": failed.request.hex(), **data}))
+        out.append(
+            _request_event(
+                "attempt.failed", failed.request, attempt=failed.attempt, node=failed.node, cause=failed.cause
+            )
+        )
 
     # ------------------------------------------------------------ worker
 
@@ -415,6 +422,10 @@ class NodeCore:
             running=len(self.requests) - self.requests.waiting,
             free_blocks=self.pool.available(),
         )
+
+
+def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
+    return ev.Publish(topic="request", event=event, data={"request": request.hex(), **data})
 
 
 _Handler = Callable[[NodeCore, Any, int, list[ev.NodeEffect]], None]

@@ -23,6 +23,7 @@ from pdbus.bus.messages import (
     Disconnect,
     DisconnectReply,
     Error,
+    EventsSnapshot,
     Finished,
     Generate,
     Ledger,
@@ -76,6 +77,7 @@ class Intake:
             Credit: self._credit,
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
+            EventsSnapshot: self._snapshot,
             Connect: lambda r: self._answer_later(r, self._connect(r.message)),
             Disconnect: lambda r: self._answer_later(r, self._disconnect(r.message)),
         }
@@ -324,6 +326,11 @@ class Intake:
     def _ledger(self) -> LedgerReply:
         clean, ledger = report.ledger(self._control.core)
         return LedgerReply(clean=clean, ledger=ledger)
+
+    def _snapshot(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, EventsSnapshot)
+        self._reply(received, self._control.publisher.snapshot(message))
 
     async def _connect(self, message: Message) -> ConnectReply:
         assert isinstance(message, Connect)
