@@ -290,7 +290,7 @@ class PeerDown(MembershipEffect):
 
 
 class CallFailed(MembershipEffect):
-    """No one at an address became a peer. Told once for each reason: it is called again and again by itself."""
+    """No one at an address became a peer. Told once for each reason: it is called on by itself."""
 
     address: str
     name: str  # '' when no one has answered there

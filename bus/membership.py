@@ -285,14 +285,18 @@ class Membership:
 
     def _refuse_call(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """They refused us, or we them: another try only slowly."""
-        before, link = dial.reason, dial.link
+        link = dial.link
         self._dials.refuse(dial, reason, now_ns)
-        return [*ms.closing(link), *_news_of(dial, before)]
+        return [*ms.closing(link), *self._news_of(dial)]
 
     def _call_failed(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
-        before = dial.reason
         self._dials.fail(dial, reason, now_ns)
-        return _news_of(dial, before)
+        return self._news_of(dial)
+
+    def _news_of(self, dial: Dial) -> list[ms.MembershipEffect]:
+        if not self._dials.is_news(dial):
+            return []
+        return [ms.CallFailed(address=dial.address, name=dial.name, reason=dial.reason)]
 
     def _greeted(self, header: Header, hello: Hello, now_ns: int) -> tuple[Known, list[ms.MembershipEffect]]:
         """Make this incarnation the current one of its name. Tells the end of the one before."""
@@ -508,10 +512,3 @@ class Membership:
         return ms.SendOn(
             link=link, kind=message.KIND, message=message, to=header.from_, to_inc=header.from_inc, cause=header.seq
         )
-
-
-def _news_of(dial: Dial, before: str) -> list[ms.MembershipEffect]:
-    """A call that fails for the same reason as before is no news."""
-    if dial.reason == before:
-        return []
-    return [ms.CallFailed(address=dial.address, name=dial.name, reason=dial.reason)]
