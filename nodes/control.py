@@ -22,7 +22,7 @@ import zmq
 
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
-from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError
+from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
@@ -43,6 +43,7 @@ from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
+from .limits import check_sampling
 from .scheduler import Limits
 from .setup import Setup, set_up, worker_args
 from .tokenizer import load_tokenizer
@@ -507,6 +508,10 @@ def _checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[byte
         )
     if prompt_digest(prompt) != message.prompt_digest:
         raise RemoteProtocolError("the prompt does not match its digest", kind=message.KIND, field="prompt_digest")
+    try:
+        check_sampling(message.sampling)
+    except RequestError as e:
+        raise RemoteProtocolError(str(e), kind=message.KIND, field=f"sampling.{e.param}") from None
     ids = unpack_u32(prompt)
     if max(ids) >= setup.vocab_size:
         raise RemoteProtocolError(

@@ -144,8 +144,7 @@ class NodeCore:
         message, header = event.message, event.header
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
-        if isinstance(message, PrefillRequest) and not (self.worker_up and self.mover_up):
-            failed = PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
+        if isinstance(message, PrefillRequest) and (failed := self._unfit(message)):
             out.append(ev.Send(link=event.link, to=header.from_, to_inc=header.from_inc, message=failed))
         elif isinstance(message, PrefillRequest):
             asked = ho.PrefillAsked(link=event.link, message=message, block_hashes=event.block_hashes)
@@ -158,6 +157,14 @@ class NodeCore:
         elif isinstance(message, OWNER_MESSAGES):
             heard = ho.OwnerSaid(link=event.link, node=header.from_, incarnation=header.from_inc, message=message)
             self._fetch(heard, now, out)
+
+    def _unfit(self, message: PrefillRequest) -> PrefillFailed | None:
+        """What the engine behind the offers cannot do, now or ever."""
+        if message.prompt_tokens > self.config.max_model_len:
+            return PrefillFailed(try_=message.try_, cause="too_long")
+        if not (self.worker_up and self.mover_up):
+            return PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
+        return None
 
     def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
         """Let membership hear it, and the halves of the hand-off its news. False: it was rejected."""
@@ -231,9 +238,12 @@ class NodeCore:
         """The prefill node for a request's next attempt, or None: computed here."""
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
             return None
-        return self.peers.next_source(
-            now, lambda p: p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
-        )
+        return self.peers.next_source(now, lambda p: self._can_prefill(p, r))
+
+    def _can_prefill(self, p: ms.Peer, r: Request) -> bool:
+        longest = p.hello.max_model_len if p.hello else 0
+        fits = not longest or r.prompt_tokens <= longest
+        return fits and p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
 
     def _attempt_ns(self) -> int:
         """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
