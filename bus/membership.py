@@ -264,7 +264,7 @@ class Membership:
             self._dials.drop(dial)
             known.also_at(dial.address)
             rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
-            return [*ms.closing(event.link), self._send(known, known.out, self._load), rejected]
+            return [*ms.closing(event.link), self._send(known, known.out, self._heartbeat()), rejected]
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
@@ -422,7 +422,9 @@ class Membership:
         if known is not None:
             known.load = event.message
             effects = self._listen(known, event.link, now_ns)
-        return [*effects, self._answer(event.link, event.header, self._load)] if event.message.reply else effects
+            if known.out and event.message.epoch > (known.epoch if known.agents else 0):
+                effects.append(self._send(known, known.out, self._hello))  # a cut took its agents; they follow a hello
+        return [*effects, self._answer(event.link, event.header, self._heartbeat())] if event.message.reply else effects
 
     def _goodbye_received(self, event: ms.GoodbyeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
@@ -488,7 +490,7 @@ class Membership:
         if now_ns < known.ping_ns:
             return []
         known.ping_ns = now_ns + self._config.heartbeat_ns
-        return [self._send(known, known.link, replace(self._load, reply=True))]
+        return [self._send(known, known.link, self._heartbeat(reply=True))]
 
     def _lost(self, known: Known, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """Our judgement only: nothing is proven."""
@@ -504,6 +506,9 @@ class Membership:
             self._dials.fail(dial, reason, now_ns)
         known.out = ""
         return [*effects, ms.PeerDown(peer=known.record(), reason=reason, proven=proven)]
+
+    def _heartbeat(self, *, reply: bool = False) -> Heartbeat:
+        return replace(self._load, reply=reply, epoch=self._hello.epoch if self._agents else 0)
 
     def _send(self, known: Known, link: str, message: Message) -> ms.SendOn:
         return ms.SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)

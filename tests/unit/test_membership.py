@@ -544,6 +544,21 @@ def test_an_address_that_cannot_be_tried_is_shown_with_the_problem() -> None:
     assert d.machine.members()[0].reason == "no such host"
 
 
+def test_an_agent_that_was_lost_with_a_cut_connection_is_found_by_a_heartbeat() -> None:
+    """ZeroMQ re-makes the connection by itself, so that no hello follows, and with it no agent."""
+    net, p, d = pair()
+    net.drop = lambda node, message: isinstance(message, Agent)
+    p.handle(ms.OwnAgentChanged(agent=Agent(epoch=2, name="p/2")))
+    net.deliver()
+    net.drop = lambda node, message: False
+    d.handle(ms.LinkLost(link=d.machine.peer("p").link))
+    net.run(2)
+    assert [e.agent.name for e in d.got(ms.PeerAgent)] == ["p/2"]
+    d.forget()
+    net.run(30)
+    assert d.sent(Hello) == []
+
+
 # ---------------------------------------------------------------- drain and removal
 
 
