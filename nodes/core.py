@@ -420,7 +420,7 @@ class NodeCore:
         self._membership(ms.Tick(), now, out)
         out += self.prefills.handle(ho.OfferTick(), now)
         self._fetch(ho.FetchTick(), now, out)
-        for request in self.requests.overdue(now):
+        while (request := self.requests.overdue(now)) is not None:
             problem = f"not finished within its deadline (state: {request.state.value})"
             self._end(request, "error", now, out, code="deadline", problem=problem)
         if self.drain_until is not None and self.drain_until <= now and not self._drained:

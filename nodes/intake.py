@@ -100,6 +100,11 @@ class Intake:
     def _generate(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Generate)
+        if self._control.config.role == "prefill":
+            name = self._control.config.name
+            raise RequestError(
+                f"{name} only prefills for other nodes: ask a decode node", code="wrong_role", status=421
+            )
         key = client_key(received, message.client_id)
         if key in self._tokenizing or self._control.core.requests.of_client(key) is not None:
             raise RequestError("this client_id is in use by a request of yours", param="client_id")
