@@ -11,7 +11,7 @@ computed again later; the oldest is never preempted, so it always ends, and so d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -124,14 +124,15 @@ class Scheduler:
             self._begin(plan.rows)
         return plan
 
-    def end_step(self, step: int) -> list[Progress]:
-        """The step is over: what it computed counts for the sequences that are still there."""
+    def end_step(self, step: int, failed: Collection[int] = ()) -> list[Progress]:
+        """The step is over: what it computed counts for the sequences that are still there. What it computed for the
+        `failed` ones is not to be shared."""
         if step != self._step or not self._rows:
             return []
         rows, self._rows = self._rows, {}
         self._pool.drop(self._held, Holder.IN_STEP)
         self._held = []
-        return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
+        return [self._advance(row, seq not in failed) for seq, row in rows.items() if seq in self._sequences]
 
     def abandon_step(self) -> list[int]:
         """The worker is gone and wrote its last: nothing of the step counts. Returns whose step it was."""
@@ -162,12 +163,12 @@ class Scheduler:
         s.sent_blocks, s.reset = len(s.blocks), False
         return row
 
-    def _advance(self, row: StepRow) -> Progress:
+    def _advance(self, row: StepRow, good: bool) -> Progress:
         s = self._sequences[row.seq]
         s.computed += row.count
         s.known += row.sample
         full = min(s.computed, s.prompt_tokens) // self._pool.block_size
-        for i in range(s.published, min(full, len(s.block_hashes))):
+        for i in range(s.published, min(full, len(s.block_hashes)) if good else 0):
             self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
         s.published = max(s.published, full)
         return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=row.sample)
