@@ -146,6 +146,7 @@ class Intake:
             prompt=prompt,
             sampling=sampling,
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
+            piece=self._tokenizer.piece,
         )
         self._control.post(
             ev.GenerateAsked(
