@@ -70,6 +70,24 @@ def test_a_new_decode_node_learns_of_all_prefill_nodes_from_any_member() -> None
     assert sorted(peer.name for peer in d2.machine.prefill_peers()) == ["p", "p2"]
 
 
+@pytest.mark.parametrize("seed", ["p", "d", "p2", "d2"])
+def test_whoever_joins_any_member_is_known_to_all_and_knows_all(seed: str) -> None:
+    """A prefill node that joins another one is of use only to the decode nodes that hear of it."""
+    net = Net()
+    nodes = [Node(net, "p", "prefill")]
+    for name, role, joins in (("d", "decode", 0), ("p2", "prefill", 0), ("d2", "decode", 2)):
+        nodes.append(Node(net, name, role))
+        nodes[-1].join(nodes[joins])
+    late = [Node(net, "p3", "prefill"), Node(net, "d3", "decode")]
+    for node in late:
+        node.join(next(n for n in nodes if n.name == seed))
+    everyone = sorted(node.name for node in (*nodes, *late))
+    for node in (*nodes, *late):
+        assert sorted([node.name, *(peer.name for peer in node.machine.peers())]) == everyone
+    for node in (nodes[1], nodes[3], late[1]):
+        assert sorted(peer.name for peer in node.machine.prefill_peers()) == ["p", "p2", "p3"]
+
+
 def test_nodes_that_do_both_call_each_other() -> None:
     net = Net()
     a, b = Node(net, "a", "both"), Node(net, "b", "both")
