@@ -122,6 +122,8 @@ class Membership:
             return []  # its removal is taken back
         if dial is not None:
             return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
+        if known is not None and known.out and known.state in USABLE:
+            return [ms.rejected(event, f"{known.name} has a link already")]
         if self._dials.full():
             return [ms.rejected(event, f"{self._config.addresses_max} addresses are being called already")]
         self._dials.add(event.address, "", now_ns)

@@ -502,6 +502,19 @@ def test_who_is_turned_away_is_told_once() -> None:
     assert told.reason == "cannot share KV: fingerprint g against f"
 
 
+def test_a_call_to_a_peer_that_left_is_shown_with_the_peer() -> None:
+    net, p, d = pair()
+    d.handle(ms.RemoveAsked(target="p"))
+    net.deliver()
+    p.handle(ms.JoinAsked(address=d.address))
+    [member] = p.machine.members()
+    assert (member.name, member.calling) == ("d", True)
+    net.deliver()
+    [member] = p.machine.members()
+    assert (member.state, member.calling) == (ms.PeerState.REFUSED, False)
+    assert member.reason.startswith("removed here by an operator")
+
+
 def test_a_call_under_way_is_shown_as_one() -> None:
     """Who asked for it waits for its outcome, and does not take the last try's for it."""
     net = Net()
@@ -549,6 +562,10 @@ def test_two_addresses_of_one_peer_make_one_link() -> None:
     assert d.machine.prefill_peers()[0].link == first
     [member] = d.machine.members()
     assert member.aliases == ("tcp://alias:7400",)
+    opened = len(d.got(ms.OpenLink))
+    for address in ("tcp://alias:7400", p.address):
+        d.handle(ms.JoinAsked(address=address))
+    assert len(d.got(ms.OpenLink)) == opened
     peer = p.machine.peer("d")
     assert peer is not None
     assert net.links[peer.link][1] == first
