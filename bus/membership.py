@@ -5,9 +5,9 @@ one of its incarnations is current. Only a hello (or the welcome that answers ou
 another one current; the old one is then retired for good, which is the one proof, beside a goodbye, that it is
 over. All that carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
 
-Decode nodes call the prefill nodes that they learn of (asked to join, hello received, members in a welcome), since
-they ask and prefill nodes answer; every node calls what it was asked to join. `dials` keeps those calls. Tools and
-clients (no geometry) are welcomed and forgotten.
+Every node calls what it was asked to join, and then whomever a welcome names: so all know the newcomer and it knows
+all, whichever member it joined. A decode node also calls back a prefill node that says hello, since decode nodes ask
+and prefill nodes answer. `dials` keeps those calls. Tools and clients (no geometry) are welcomed and forgotten.
 
 Liveness is judged only along links in use: we ping, and any message counts. Silence is our judgement alone. It
 makes a peer suspect, then dead: not chosen, called anew, and never a reason to end a lease. A pause of our own is
@@ -122,6 +122,8 @@ class Membership:
             return []  # its removal is taken back
         if dial is not None:
             return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
+        if known is not None and known.out and known.state in USABLE:
+            return [ms.rejected(event, f"{known.name} has a link already")]
         if self._dials.full():
             return [ms.rejected(event, f"{self._config.addresses_max} addresses are being called already")]
         self._dials.add(event.address, "", now_ns)
@@ -344,8 +346,11 @@ class Membership:
         return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
     def _learn(self, member: Member, now_ns: int) -> None:
-        if self._dials.named(member.name) is None and member.name != self._config.name:
-            self._call(member.name, member.address, member.role, now_ns)
+        """Who joins calls everyone that a welcome names, whatever they do, so that all come to know it, and it them."""
+        known = self._roster.get(member.name)
+        introduced = known is not None and known.state in USABLE
+        if member.name != self._config.name and not introduced and self._dials.named(member.name) is None:
+            self._call(member.name, member.address, now_ns)
 
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
@@ -357,11 +362,12 @@ class Membership:
             and address not in ("", dial.address)
         ):
             self._dials.drop(dial)
-        self._call(known.name, address, known.hello.role, now_ns)
+        if self._hello.role in DECODE_ROLES and known.hello.role in PREFILL_ROLES:
+            self._call(known.name, address, now_ns)
 
-    def _call(self, name: str, address: str, role: str, now_ns: int) -> None:
-        """Call a prefill node that we have heard of, if we decode."""
-        if self._hello.role not in DECODE_ROLES or role not in PREFILL_ROLES or not address:
+    def _call(self, name: str, address: str, now_ns: int) -> None:
+        """Call a node that we have heard of, unless it was removed here."""
+        if not address:
             return
         known = self._roster.get(name)
         if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:

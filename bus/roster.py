@@ -142,9 +142,11 @@ class Roster:
         self._turned_away.pop(name, None)
 
     def members(self, dials: Dials) -> list[Peer]:
-        shown = [_shown(p, dials.named(p.name)) for p in self._peers.values()]
+        """Each once: a peer with the call to it, known by its name or, before an answer, by its address alone."""
+        shown = [_shown(p, dials.named(p.name) or dials.at(p.hello.address)) for p in self._peers.values()]
         named = {p.name: None for p in shown}
-        shown += [_shown_dial(d) for d in dials.all() if d.name not in named]
+        shown_at = {p.called_at: None for p in shown}
+        shown += [_shown_dial(d) for d in dials.all() if d.name not in named and d.address not in shown_at]
         return shown + [p for p in self._turned_away.values() if p.name not in named]
 
 

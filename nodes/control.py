@@ -165,6 +165,7 @@ class Control:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
+        self.intake.farewell()
         await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
         self.publisher.close()
@@ -172,6 +173,10 @@ class Control:
         self._context.term()
         if self._recorder is not None:
             self._recorder.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
 
     def end(self, status: int) -> None:
         if not self._ended.done():

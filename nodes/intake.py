@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
 from pdbus.bus.endpoint import Received
-from pdbus.bus.errors import ConfigError, PdError, RequestError
+from pdbus.bus.errors import Closed, ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
     Cancel,
@@ -90,6 +90,13 @@ class Intake:
         handler(received)
         return True
 
+    def farewell(self) -> None:
+        """The node ends. Whoever still waits for an answer is told so; after a drain nobody does."""
+        for a in self._answers.values():
+            error = Error(message=f"node {self._control.config.name} has failed", code="broken", client_id=a.client_id)
+            self._say(a, Finished(client_id=a.client_id, request=a.request, reason="error", error=error))
+        self._answers.clear()
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -127,6 +134,8 @@ class Intake:
             sampling = self._checked_sampling(message)
             prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
+            if self._control.ended:
+                raise Closed(f"node {self._control.config.name} has ended")
         except PdError as e:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
@@ -146,6 +155,7 @@ class Intake:
             prompt=prompt,
             sampling=sampling,
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
+            piece=self._tokenizer.piece,
         )
         self._control.post(
             ev.GenerateAsked(

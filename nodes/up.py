@@ -112,16 +112,16 @@ async def _unless(asked: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 
 
 async def _until_end(cluster: Cluster, asked: asyncio.Event, console: Console) -> int:
-    """A node that ends unasked is told and left behind: the others go on. 1 when one did."""
+    """A node that ends unasked is told and left behind: the others go on. 1 when one failed, not when it drained."""
     ends = {asyncio.create_task(node.wait()): node for node in cluster.nodes}
-    lost = 0
+    failed = False
     while ends and await _unless(asked, _one_of(ends)):
         for task in [task for task in ends if task.done()]:
             print_line(console, ends.pop(task), f"ended with status {task.result()}")
-            lost += 1
+            failed |= task.result() != 0
     if ends:
         console.print("draining; again to end at once", style="dim")
-    return int(lost > 0)
+    return int(failed)
 
 
 async def _one_of(tasks: Iterable[asyncio.Task[int]]) -> None:

@@ -70,6 +70,24 @@ def test_a_new_decode_node_learns_of_all_prefill_nodes_from_any_member() -> None
     assert sorted(peer.name for peer in d2.machine.prefill_peers()) == ["p", "p2"]
 
 
+@pytest.mark.parametrize("seed", ["p", "d", "p2", "d2"])
+def test_whoever_joins_any_member_is_known_to_all_and_knows_all(seed: str) -> None:
+    """A prefill node that joins another one is of use only to the decode nodes that hear of it."""
+    net = Net()
+    nodes = [Node(net, "p", "prefill")]
+    for name, role, joins in (("d", "decode", 0), ("p2", "prefill", 0), ("d2", "decode", 2)):
+        nodes.append(Node(net, name, role))
+        nodes[-1].join(nodes[joins])
+    late = [Node(net, "p3", "prefill"), Node(net, "d3", "decode")]
+    for node in late:
+        node.join(next(n for n in nodes if n.name == seed))
+    everyone = sorted(node.name for node in (*nodes, *late))
+    for node in (*nodes, *late):
+        assert sorted([node.name, *(peer.name for peer in node.machine.peers())]) == everyone
+    for node in (nodes[1], nodes[3], late[1]):
+        assert sorted(peer.name for peer in node.machine.prefill_peers()) == ["p", "p2", "p3"]
+
+
 def test_nodes_that_do_both_call_each_other() -> None:
     net = Net()
     a, b = Node(net, "a", "both"), Node(net, "b", "both")
@@ -484,6 +502,19 @@ def test_who_is_turned_away_is_told_once() -> None:
     assert told.reason == "cannot share KV: fingerprint g against f"
 
 
+def test_a_call_to_a_peer_that_left_is_shown_with_the_peer() -> None:
+    net, p, d = pair()
+    d.handle(ms.RemoveAsked(target="p"))
+    net.deliver()
+    p.handle(ms.JoinAsked(address=d.address))
+    [member] = p.machine.members()
+    assert (member.name, member.calling) == ("d", True)
+    net.deliver()
+    [member] = p.machine.members()
+    assert (member.state, member.calling) == (ms.PeerState.REFUSED, False)
+    assert member.reason.startswith("removed here by an operator")
+
+
 def test_a_call_under_way_is_shown_as_one() -> None:
     """Who asked for it waits for its outcome, and does not take the last try's for it."""
     net = Net()
@@ -531,6 +562,10 @@ def test_two_addresses_of_one_peer_make_one_link() -> None:
     assert d.machine.prefill_peers()[0].link == first
     [member] = d.machine.members()
     assert member.aliases == ("tcp://alias:7400",)
+    opened = len(d.got(ms.OpenLink))
+    for address in ("tcp://alias:7400", p.address):
+        d.handle(ms.JoinAsked(address=address))
+    assert len(d.got(ms.OpenLink)) == opened
     peer = p.machine.peer("d")
     assert peer is not None
     assert net.links[peer.link][1] == first
