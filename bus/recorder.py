@@ -188,6 +188,10 @@ class Recording:
             raise ConfigError(str(self.path), problem)
         return header
 
+    def close(self) -> None:
+        """For who wanted its header alone: iterating closes it."""
+        self._file.close()
+
     def __iter__(self) -> Iterator[Record]:
         return self._records(Record)
 

@@ -27,15 +27,15 @@ class MessageCheck(Check):
     def _came(self, turn: Turn, event: ev.MessageCame[Any]) -> None:
         if event.message.KIND.startswith(BETWEEN_NODES):
             heard = self._facts.heard.setdefault((event.header.from_, event.header.from_inc), {})
-            heard.setdefault(_name(event.message), turn.sequence)
+            heard.setdefault(name_of(event.message), turn.sequence)
 
     def _sent(self, turn: Turn, effect: ev.Send[Any]) -> None:
         if effect.message.KIND.startswith(BETWEEN_NODES):
-            self._facts.sent[_name(effect.message)] = None
+            self._facts.sent[name_of(effect.message)] = None
 
 
-def _name(message: Message) -> bytes:
-    """The same on both sides; but for payloads, which each side hides under a key of its own."""
+def name_of(message: Message) -> bytes:
+    """A message by what it says, the same on both sides: without payloads, which each hides under a key of its own."""
     return digest(message.KIND.encode() + encode(with_payloads(message, _same)))
 
 

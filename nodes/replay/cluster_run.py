@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.recorder import SUFFIX, Recording, read
+from pdbus.bus.recorder import Recording, read
 from pdbus.connector.handoff import Cause
 
 from .check_leases import key_of
 from .facts import Confirmed, Facts, Life
+from .files import files_of
 from .findings import Finding, Kind
 from .node_run import NodeRun, Runner
 
@@ -129,16 +130,6 @@ class ClusterRun:
             groups = [g for g in groups if g not in joined]
             groups.append([*(member for g in joined for member in g), life])
         return groups
-
-
-def files_of(path: Path) -> list[Path]:
-    """The recordings in a folder, or the one file. Raises ConfigError for a folder that holds none."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if not files:
-        raise ConfigError(str(path), f"holds no recording (*{SUFFIX}); give a folder of --record")
-    return files
 
 
 def title(life: Life) -> str:
