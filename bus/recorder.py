@@ -139,7 +139,12 @@ class Recorder:
         self._file.flush()
 
     def _write(self, data: bytes, lost: int) -> None:
-        self._file.write(_FRAME.pack(len(data), zlib.crc32(data, lost), lost) + data)
+        self._file.write(frame(data, lost))
+
+
+def frame(data: bytes, lost: int = 0) -> bytes:
+    """One frame of a file. `lost`: records before these that could not be kept."""
+    return _FRAME.pack(len(data), zlib.crc32(data, lost), lost) + data
 
 
 def _boot() -> str:

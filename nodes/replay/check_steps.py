@@ -9,7 +9,7 @@ from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import StepRow
 
 from .. import events as ev
-from .blocks import Blocks, Content, Own, Prompt, Read, Sequence, describe
+from .blocks import Blocks, Content, Own, Prompt, Sequence, describe
 from .checks import Check, Report
 from .turns import Turn
 
@@ -33,7 +33,6 @@ class StepCheck(Check):
             ev.CloseSequence: self._closes,
             ev.EndRequest: self._ends,
             ev.RunStep: self._run_step,
-            ev.Publish: self._published,
         }
 
     # ------------------------------------------------------------ sequences
@@ -141,6 +140,7 @@ class StepCheck(Check):
             s = self._blocks.sequences.get(row.seq)
             if s is not None:
                 self._filled(row, s, row.seq in failed)
+        self._published(turn)
 
     def _filled(self, row: StepRow, s: Sequence, failed: bool) -> None:
         blocks, size = self._blocks, self._blocks.size
@@ -150,27 +150,30 @@ class StepCheck(Check):
                 blocks.content[s.table[index]] = None if failed else s.prompt.hashes[index]
 
     def _worker_lost(self, turn: Turn, event: ev.WorkerLost) -> None:
-        """What was computed is gone; what was read, or still is, lies in memory that is not the worker's."""
+        """What it was writing is garbage. The rest lies in memory that outlives it, though no sequence goes on."""
         blocks = self._blocks
         self._out = None
+        for block in blocks.writing:
+            blocks.content[block] = None
         blocks.writing.clear()
-        blocks.content = {b: c for b, c in blocks.content.items() if isinstance(c, Read)}
         for seq, s in blocks.sequences.items():
             blocks.detach(seq, s)
             s.lost = ""
 
     # ------------------------------------------------------------ the prefix cache
 
-    def _published(self, turn: Turn, effect: ev.Publish) -> None:
-        if effect.topic != "kv":
-            return
-        events: Any = effect.data["events"]
-        for event in events:
-            if event["t"] == "BlockStored":
-                self._stored(turn, event["block"], event["block_hash"])
+    def _published(self, turn: Turn) -> None:
+        """What the step's end made shareable. It is told at the end of the turn, after the next step has begun, which
+        may have evicted it already."""
+        for effect in turn.effects:
+            if isinstance(effect, ev.Publish) and effect.topic == "kv":
+                events: Any = effect.data["events"]
+                for event in events:
+                    if event["t"] == "BlockStored":
+                        self._stored(turn, event["block"], event["block_hash"])
 
     def _stored(self, turn: Turn, block: int, block_hash: bytes) -> None:
         stands: Content = self._blocks.content.get(block)
-        if stands != block_hash or block in self._blocks.writing:
+        if stands != block_hash:
             wrong = f"block {block} is offered as prompt block {block_hash.hex()[:12]}, but there is {describe(stands)}"
             self.report(turn, RIGHT_KV, wrong)

@@ -32,14 +32,16 @@ class Checks:
         self._effects = _merged(check.effects for check in checks)
         self._after = _merged(check.after for check in checks)
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: Turn, *, whole: bool = True) -> None:
+        """`whole`: none of its effects is missing."""
         for hear in self._events.get(type(turn.event), ()):
             hear(turn, turn.event)
         for effect in turn.effects:
             for hear in self._effects.get(type(effect), ()):
                 hear(turn, effect)
-        for ask in self._after.get(type(turn.event), ()):
-            ask(turn)
+        if whole:
+            for ask in self._after.get(type(turn.event), ()):
+                ask(turn)
 
 
 def _merged(maps: Any) -> dict[type[Any], list[Any]]:

@@ -21,7 +21,7 @@ from .check_offers import OfferCheck
 from .check_reads import ReadCheck
 from .check_requests import RequestCheck
 from .check_steps import StepCheck
-from .checks import Checks
+from .checks import Check, Checks, Report
 from .facts import Facts
 from .findings import Finding, Kind
 from .rerun import Diverged, Rerun, recorded
@@ -46,6 +46,18 @@ class NodeRun:
     leases: Counter[str] | None = None
 
 
+class Drained(Check):
+    """Notices that the node ended in good order."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.turn: Turn | None = None
+        self.effects = {ev.Drained: self._drained}
+
+    def _drained(self, turn: Turn, effect: ev.Drained) -> None:
+        self.turn = turn
+
+
 class Runner:
     """Runs one recording. What is found goes to `findings`."""
 
@@ -56,14 +68,13 @@ class Runner:
         self._findings = findings
         self._violations = 0
         self._rerun: Rerun | None = None
-        self._drained: Turn | None = None
 
     def all(self) -> NodeRun:
         records = self._recording.raw()
         try:
             first, understood = began(records)
         except Unreadable as e:
-            self._find(Kind.NOTE, f"{e}; not checked")
+            self._find(Kind.DAMAGE if self._recording.damaged else Kind.NOTE, f"{e}; not checked")
             self.run.ended = self._recording.truncated or "unknown"
             return self.run
         self._prepare(first, understood)
@@ -90,6 +101,7 @@ class Runner:
         self._requests = RequestCheck(report)
         self._leases = LeaseCheck(report, first, run.facts)
         self._reads = ReadCheck(report, self._blocks, run.facts)
+        self._drained = Drained(report)
         self._checks = Checks(
             [
                 self._requests,
@@ -98,11 +110,13 @@ class Runner:
                 self._reads,
                 OfferCheck(report, self._blocks),
                 MessageCheck(report, run.facts),
+                self._drained,
             ]
         )
         self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
         if understood:
             self._rerun, run.again = Rerun(first), True
+            self._clock.core = self._rerun.core
         else:
             text = f"pdbus {first.version} wrote settings that {__version__} does not know: not run again, only checked"
             self._find(Kind.NOTE, text)
@@ -116,16 +130,16 @@ class Runner:
         turn = self._run_again(raw, cut)
         if turn is None:
             return
+        whole = not cut or any(type(effect) is ev.Drained for effect in turn.effects)
         try:
-            self._checks.turn(turn)
+            self._checks.turn(turn, whole=whole)
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as e:
             if self._rerun is not None:
                 raise
             self._find(Kind.NOTE, f"what is recorded makes no sense ({e}): not checked", turn.sequence, turn.now_ns)
-        self._leases.every_turn(turn)
-        self._clock.every_turn(turn)
-        if any(type(effect) is ev.Drained for effect in turn.effects):
-            self._drained = turn
+        if whole:
+            self._leases.every_turn(turn)
+            self._clock.every_turn(turn)
 
     def _run_again(self, raw: RawTurn, cut: bool) -> Turn | None:
         """The turn as decided again, or as recorded when that is another or not possible; None: unreadable."""
@@ -147,6 +161,7 @@ class Runner:
             text += f" (recorded by pdbus {self.run.version}, run again by {__version__})"
         self._find(Kind.DIVERGENCE, text, sequence, now_ns)
         self._rerun, self.run.again = None, False
+        self._clock.core = None
 
     def _raised(self, last: RawTurn) -> None:
         if last.decided and last.decided[-1].kind == CoreRaised.__name__:
@@ -167,12 +182,13 @@ class Runner:
         run.requests, run.leases = self._requests.ended, self._ended_leases()
         if recording.damaged:
             self._find(Kind.DAMAGE, f"{recording.truncated}: not checked from there on")
-        if self._drained is None or run.ended or recording.truncated:
+        turn = self._drained.turn
+        if turn is None or run.ended or recording.truncated:
             run.ended = run.ended or recording.truncated or "not shut down"
             return
         run.ended = "shut down"
         run.facts.clean = True
-        self._nothing_left(self._drained)
+        self._nothing_left(turn)
 
     def _ended_leases(self) -> Counter[str]:
         return Counter(granted.cause or "held at the end" for granted in self.run.facts.leases.values())

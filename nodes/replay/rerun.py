@@ -10,7 +10,7 @@ from typing import Any
 
 from pdbus.bus.membership import Membership
 from pdbus.bus.recorder import RawRecord
-from pdbus.bus.wire import Declared, encode, to_plain
+from pdbus.bus.wire import encode, encode_all, to_plain
 
 from .. import events as ev
 from ..core import NodeCore
@@ -42,16 +42,23 @@ class Rerun:
         except Exception as e:
             self._raised(raw, e)
             return Turn(heard.sequence, heard.now_ns, event, [])
-        if len(effects) != len(raw.decided):
-            self._miscounted(raw, effects, cut)
+        if not _same(effects, raw):
+            self._differ(raw, effects, cut)
+        return Turn(heard.sequence, heard.now_ns, event, effects[: len(raw.decided)])
+
+    def _differ(self, raw: RawTurn, effects: list[ev.NodeEffect], cut: bool) -> None:
+        """Raises Diverged for the first difference, unless it is only that the end of a cut recording is missing."""
+        now_ns = raw.heard.now_ns
         for effect, record in zip(effects, raw.decided, strict=False):
-            if (
-                encode(effect) != bytes(record.payload)
-                or record.now_ns != heard.now_ns
-                or record.kind != kind_of(effect)
-            ):
-                raise Diverged(record.sequence, _how(effect, record, heard.now_ns))
-        return Turn(heard.sequence, heard.now_ns, event, effects)
+            if encode(effect) != bytes(record.payload) or not _stands(effect, record, now_ns):
+                raise Diverged(record.sequence, _how(effect, record, now_ns))
+        common = min(len(effects), len(raw.decided))
+        if common < len(raw.decided):
+            extra = raw.decided[common]
+            raise Diverged(extra.sequence, f"recorded, but not decided when run again: {_shown(extra)}")
+        if not cut:
+            sequence = raw.heard.sequence + common + 1
+            raise Diverged(sequence, f"decided when run again, but not recorded: {_brief(effects[common])}")
 
     def _raised(self, raw: RawTurn, error: Exception) -> None:
         """A recorded core that raised the same is no divergence."""
@@ -60,19 +67,18 @@ class Rerun:
         if record is None or record.kind != CoreRaised.__name__ or bytes(record.payload) != encode(again):
             raise Diverged(raw.heard.sequence, f"run again, the core raises {again.problem}") from error
 
-    def _miscounted(self, raw: RawTurn, effects: list[ev.NodeEffect], cut: bool) -> None:
-        """More or fewer effects: what differs first is said, else that there is one too many or missing."""
-        common = min(len(effects), len(raw.decided))
-        if any(encode(effects[i]) != bytes(raw.decided[i].payload) for i in range(common)):
-            return
-        if common < len(raw.decided):
-            extra = raw.decided[common]
-            raise Diverged(extra.sequence, f"recorded, but not decided when run again: {_shown(extra)}")
-        if not cut:
-            missing = effects[common]
-            raise Diverged(
-                raw.heard.sequence + common + 1, f"decided when run again, but not recorded: {_words(missing)}"
-            )
+
+def _same(effects: list[ev.NodeEffect], raw: RawTurn) -> bool:
+    """Byte for byte."""
+    decided, now_ns = raw.decided, raw.heard.now_ns
+    if len(effects) != len(decided) or encode_all(effects) != b"".join([record.payload for record in decided]):
+        return False
+    return all(_stands(effect, record, now_ns) for effect, record in zip(effects, decided, strict=True))
+
+
+def _stands(effect: ev.NodeEffect, record: RawRecord, now_ns: int) -> bool:
+    """Whether what is around the payload is right, too."""
+    return record.now_ns == now_ns and record.kind == kind_of(effect)
 
 
 def recorded(raw: RawTurn) -> Turn:
@@ -89,11 +95,11 @@ def _how(effect: ev.NodeEffect, record: RawRecord, now_ns: int) -> str:
     if record.now_ns != now_ns:
         return f"recorded at {record.now_ns} ns, its input at {now_ns} ns"
     if record.kind != kind_of(effect):
-        return f"recorded as {_shown(record)}; run again it is {_words(effect)}"
+        return f"recorded as {_shown(record)}; run again it is {_brief(effect)}"
     try:
         where = _difference(to_plain(effect_of(record)), to_plain(effect), "")
     except Unreadable as e:
-        return f"recorded as what cannot be read ({e}); run again it is {_words(effect)}"
+        return f"recorded as what cannot be read ({e}); run again it is {_brief(effect)}"
     return f"{record.kind}: {where or 'the same, encoded differently'}"
 
 
@@ -112,13 +118,9 @@ def _difference(old: Any, new: Any, path: str) -> str:
 
 def _shown(record: RawRecord) -> str:
     try:
-        return _words(effect_of(record))
+        return _brief(effect_of(record))
     except Unreadable as e:
         return f"{record.kind} ({e})"
-
-
-def _words(value: Declared) -> str:
-    return _brief(value)
 
 
 def _brief(value: Any) -> str:

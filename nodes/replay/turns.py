@@ -13,7 +13,7 @@ from pdbus.bus.wire import Declared, decoder, encode
 from .. import events as ev
 from ..recording import CoreBegan, CoreRaised
 
-Decoder = Callable[[bytes], Any]
+Decoder = Callable[[Any], Any]
 
 
 class Turn(NamedTuple):
@@ -51,12 +51,13 @@ def turns_of(recording: Recording, records: Iterator[RawRecord]) -> Iterator[Raw
     last = 1
     for record in records:
         last += 1
-        if record.sequence != last or (record.cause and (heard is None or record.cause != heard.sequence)):
+        cause = record.cause
+        if record.sequence != last or (cause and (heard is None or cause != heard.sequence)):
             if heard is not None:
                 yield RawTurn(heard, decided)
             yield _hole(recording, record, last)
             return
-        if record.cause:
+        if cause:
             decided.append(record)
             continue
         if heard is not None:
@@ -116,6 +117,6 @@ def _decoder(kind: str, base: type[Declared]) -> Decoder:
 
 def _decoded(decode: Decoder, record: RawRecord) -> Any:
     try:
-        return decode(bytes(record.payload))
+        return decode(record.payload)
     except RemoteProtocolError as e:
         raise Unreadable(f"{record.kind}: {e}") from None

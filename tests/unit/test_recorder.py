@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,10 @@ import pytest
 from pdbus.bus import recorder as recorder_module
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import LeaseId
-from pdbus.bus.recorder import Recorder, read
+from pdbus.bus.recorder import Recorder, frame, read
 from pdbus.bus.wire import Declared, encode
 
 INCARNATION = bytes(range(16))
-
-
-def frame(data: bytes) -> bytes:
-    return struct.pack("<III", len(data), zlib.crc32(data), 0) + data
 
 
 def frame_end(data: bytes, start: int = 0) -> int:
