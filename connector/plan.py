@@ -1,0 +1,339 @@
+"""How to bring the KV of one node's ranks into one rank of another: computed once per pair of layouts, and cached.
+
+Theory of operation. Tokens are paired by position: cutting the sequence at every block boundary of either side gives
+pieces, each inside one block here and one block there, and the cuts repeat after `period` tokens. For each piece, what
+the reader needs is a few boxes: runs of equal length at places that step evenly on both sides. An axis whose step is
+the run's own length on both sides is folded into the run, so equal layouts end with one long run and no axis.
+
+A box whose runs are too short to post is read through scratch instead: its source bytes with the small gaps between
+them (in the best case whole blocks) go into scratch in few long runs, and a second box says how to permute them from
+there into the target. Nothing here depends on block ids or lengths of prompts; apply.py puts those in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pdbus.bus.errors import LocalProtocolError, RemoteProtocolError
+from pdbus.bus.wire import Declared
+
+from .layout import KVLayout, fault
+
+RUN_BYTES_MIN = 4_096  # a descriptor costs 7 to 12 us to post: in that time 4 KiB could be copied ten times over
+PIECES_MAX = (
+    256  # in a period; block sizes up to 128 tokens always fit, larger unequal ones if they have much in common
+)
+
+Difference = tuple[str, str, str]  # field, theirs, ours
+
+
+class Axis(Declared):
+    """`count` equal steps, in bytes, on both sides."""
+
+    count: int
+    source: int
+    target: int
+
+
+class Box(Declared):
+    """Runs of `length` bytes, from `source` to `target`, repeated along every axis; counted from the blocks' first."""
+
+    source: int
+    target: int
+    length: int
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def runs(self) -> int:
+        return math.prod(axis.count for axis in self.axes)
+
+    @property
+    def bytes(self) -> int:
+        return self.runs * self.length
+
+
+class Piece(Declared):
+    """Tokens that lie in one source block and one target block; blocks and tokens counted from the period's first."""
+
+    start: int
+    tokens: int
+    source_block: int
+    target_block: int
+    direct: tuple[Box, ...] = ()  # from the source's region into the target's
+    reads: tuple[Box, ...] = ()  # from the source's region into scratch
+    permutes: tuple[Box, ...] = ()  # from scratch into the target's region
+    scratch_bytes: int = 0  # what the reads fill
+
+
+class RankPlan(Declared):
+    """What is read from one source rank."""
+
+    rank: int
+    source_stride: int  # bytes from block to block
+    target_stride: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch for one piece, whichever; 0 when nothing goes through scratch."""
+        return max((piece.scratch_bytes for piece in self.pieces), default=0)
+
+
+class TransferPlan(Declared):
+    """`ranks` names only source ranks that have something to give. Sizes in tokens; `blocks` are how many there are."""
+
+    source_size: int
+    target_size: int
+    source_blocks: int
+    target_blocks: int
+    target_bytes: int  # of the target's region
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def period(self) -> int:
+        return math.lcm(self.source_size, self.target_size)
+
+
+def plan(
+    sources: Sequence[KVLayout], target: KVLayout, reader: int = 0, run_bytes_min: int = RUN_BYTES_MIN
+) -> TransferPlan:
+    """The fewest runs that bring all that `target` holds from `sources`, the owner's ranks in order.
+
+    `reader` is the target's rank: it chooses among ranks that hold the same head, so that readers spread over them.
+    Runs shorter than `run_bytes_min` go through scratch if that makes fewer of them; 0 keeps all direct.
+    Raises LocalProtocolError for an impossible target, RemoteProtocolError for impossible sources or pairs.
+    """
+    _check(sources, target)
+    chosen = _choose(sources, target, reader)
+    cuts = _cuts(sources[0].block_size, target.block_size)
+    return TransferPlan(
+        source_size=sources[0].block_size,
+        target_size=target.block_size,
+        source_blocks=sources[0].blocks,
+        target_blocks=target.blocks,
+        target_bytes=target.region_bytes,
+        ranks=tuple(
+            RankPlan(
+                rank=rank,
+                source_stride=sources[rank].block_stride,
+                target_stride=target.block_stride,
+                pieces=tuple(_piece(sources[rank], target, held, cut, run_bytes_min) for cut in pairwise(cuts)),
+            )
+            for rank, held in chosen.items()
+        ),
+    )
+
+
+# ---------------------------------------------------------------- who may read from whom
+
+
+def differences(sources: Sequence[KVLayout], target: KVLayout) -> tuple[Difference, ...]:
+    """Every field that keeps `target` from being read from `sources`, with both values as text. Layouts are sound."""
+    found = [
+        (name, str(getattr(source, name)), str(getattr(target, name)))
+        for source in sources
+        for name in ("dtype", "head_dim", "kv_heads")
+        if getattr(source, name) != getattr(target, name)
+    ]
+    found += [("parts", "/".join(s.parts), "/".join(target.parts)) for s in sources if s.parts != target.parts]
+    found += _ranks_differ(sources) + _missing(sources, target)
+    sizes = sources[0].block_size, target.block_size
+    if _pieces(*sizes) > PIECES_MAX:
+        found.append(("block_size", str(sizes[0]), str(sizes[1])))
+    return tuple(dict.fromkeys(found))
+
+
+def _ranks_differ(sources: Sequence[KVLayout]) -> list[Difference]:
+    """The ranks of one node share their block ids, so their blocks are of one size and one number."""
+    return [
+        (name, f"{getattr(source, name)} on rank {rank}", f"{getattr(sources[0], name)} on rank 0")
+        for rank, source in enumerate(sources)
+        for name in ("block_size", "blocks")
+        if getattr(source, name) != getattr(sources[0], name)
+    ]
+
+
+def _missing(sources: Sequence[KVLayout], target: KVLayout) -> list[Difference]:
+    held: dict[str, dict[int, None]] = {}
+    for source in sources:
+        for layer in source.layers:
+            held.setdefault(layer, {}).update(dict.fromkeys(source.heads))
+    for layer in target.layers if target.heads else ():
+        if not (there := held.get(layer)):
+            return [("layers", f"none holds {layer}", f"{layer} is needed")]
+        if absent := [head for head in target.heads if head not in there]:
+            return [("heads", f"none holds head {absent[0]} of layer {layer}", f"head {absent[0]} is needed")]
+    return []
+
+
+def _check(sources: Sequence[KVLayout], target: KVLayout) -> None:
+    if found := fault(target):
+        raise LocalProtocolError(f"our KV layout: {found[0]}: {found[1]}")
+    if not sources:
+        raise RemoteProtocolError("the owner has no KV layout", field="layouts")
+    for rank, source in enumerate(sources):
+        if found := fault(source):
+            raise RemoteProtocolError(f"the KV layout of rank {rank}: {found[0]}: {found[1]}", field=found[0])
+    if unlike := differences(sources, target):
+        text = ", ".join(f"{name} {theirs} against {ours}" for name, theirs, ours in unlike)
+        raise RemoteProtocolError(f"cannot share KV: {text}", field=unlike[0][0])
+
+
+# ---------------------------------------------------------------- what is read from which rank
+
+Held = list[tuple[int, int]]  # where the same row is: source, target
+Chosen = dict[tuple[int, ...], Held]  # layers' starts, by the heads that are read of them
+
+
+def _choose(sources: Sequence[KVLayout], target: KVLayout, reader: int) -> dict[int, Chosen]:
+    """For each rank that gives anything: the layers' starts on both sides, grouped by the heads read of them."""
+    chosen: dict[int, Chosen] = {}
+    starts = [dict(zip(source.layers, source.starts, strict=True)) for source in sources]
+    holders: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
+    for layer, to in zip(target.layers, target.starts, strict=True):
+        holding = tuple(rank for rank, held in enumerate(starts) if layer in held)
+        if holding not in holders:
+            holders[holding] = _heads_by_rank(sources, target.heads, holding, reader)
+        for rank, heads in holders[holding].items():
+            chosen.setdefault(rank, {}).setdefault(heads, []).append((starts[rank][layer], to))
+    return dict(sorted(chosen.items()))
+
+
+def _heads_by_rank(
+    sources: Sequence[KVLayout], heads: tuple[int, ...], ranks: tuple[int, ...], reader: int
+) -> dict[int, tuple[int, ...]]:
+    """Which heads to read from which of `ranks`: each from exactly one."""
+    held: dict[int, list[int]] = {}
+    for rank in ranks:
+        for head in sources[rank].heads:
+            held.setdefault(head, []).append(rank)
+    by_rank: dict[int, list[int]] = {}
+    for head in heads:
+        holders = held[head]
+        by_rank.setdefault(holders[reader % len(holders)], []).append(head)
+    return {rank: tuple(some) for rank, some in by_rank.items()}
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _pieces(source_size: int, target_size: int) -> int:
+    period = math.lcm(source_size, target_size)
+    return period // source_size + period // target_size - 1
+
+
+def _cuts(source_size: int, target_size: int) -> list[int]:
+    """Block boundaries of either side within a period, in tokens, its end included."""
+    period = math.lcm(source_size, target_size)
+    return sorted(dict.fromkeys([*range(0, period, source_size), *range(0, period, target_size), period]))
+
+
+def _piece(source: KVLayout, target: KVLayout, chosen: Chosen, cut: tuple[int, int], run_bytes_min: int) -> Piece:
+    start, end = cut
+    source_block, source_slot = divmod(start, source.block_size)
+    target_block, target_slot = divmod(start, target.block_size)
+    slots = Axis(count=end - start, source=source.slot_stride, target=target.slot_stride)
+    at = source_slot * source.slot_stride, target_slot * target.slot_stride
+    boxes = [box for heads, layers in chosen.items() for box in _boxes(source, target, heads, layers, slots, at)]
+    direct, reads, permutes, scratch_bytes = _staged(boxes, run_bytes_min, _gap_max(source, run_bytes_min))
+    return Piece(
+        start=start, tokens=end - start, source_block=source_block, target_block=target_block,
+        direct=direct, reads=reads, permutes=permutes, scratch_bytes=scratch_bytes,
+    )  # fmt: skip
+
+
+def _boxes(
+    source: KVLayout, target: KVLayout, heads: tuple[int, ...], layers: Held, slots: Axis, at: tuple[int, int]
+) -> list[Box]:
+    places = [
+        (source.heads.index(head) * source.head_stride, target.heads.index(head) * target.head_stride) for head in heads
+    ]
+    parts = Axis(count=len(source.parts), source=source.part_stride, target=target.part_stride)
+    return [
+        _folded(
+            at[0] + layer_from + head_from,
+            at[1] + layer_to + head_to,
+            source.row_bytes,
+            [slots, head_axis, parts, layer_axis],
+        )
+        for layer_from, layer_to, layer_axis in _even_steps(layers)
+        for head_from, head_to, head_axis in _even_steps(places)
+    ]
+
+
+def _even_steps(places: Held) -> list[tuple[int, int, Axis]]:
+    """Places on both sides as few (first source, first target, steps between), steps rising on both."""
+    found: list[tuple[int, int, Axis]] = []
+    for source, target in sorted(places):
+        if found:
+            first, to, axis = found[-1]
+            steps = source - first - axis.source * (axis.count - 1), target - to - axis.target * (axis.count - 1)
+            if steps[1] > 0 and (axis.count == 1 or steps == (axis.source, axis.target)):
+                found[-1] = first, to, Axis(count=axis.count + 1, source=steps[0], target=steps[1])
+                continue
+        found.append((source, target, Axis(count=1, source=0, target=0)))
+    return found
+
+
+def _folded(source: int, target: int, length: int, axes: list[Axis]) -> Box:
+    """The box with the longest runs: axes that continue the run become part of it, axes that continue another join."""
+    left = sorted((axis for axis in axes if axis.count > 1), key=lambda axis: axis.source)
+    while inner := next((axis for axis in left if axis.source == axis.target == length), None):
+        left.remove(inner)
+        length *= inner.count
+    joined: list[Axis] = []
+    for axis in left:
+        last = joined[-1] if joined else None
+        if last and (axis.source, axis.target) == (last.source * last.count, last.target * last.count):
+            joined[-1] = Axis(count=last.count * axis.count, source=last.source, target=last.target)
+        else:
+            joined.append(axis)
+    return Box(source=source, target=target, length=length, axes=tuple(joined))
+
+
+# ---------------------------------------------------------------- through scratch
+
+
+def _gap_max(source: KVLayout, run_bytes_min: int) -> int:
+    """The longest gap that is read along. A longer one could hold other blocks, and those are not ours to read."""
+    return min(run_bytes_min, source.block_stride) if source.blocks > 1 else run_bytes_min
+
+
+def _staged(
+    boxes: list[Box], run_bytes_min: int, gap_max: int
+) -> tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...], int]:
+    """Boxes to read directly, boxes to read into scratch, boxes to permute from there, and the scratch they need."""
+    direct, reads, permutes, size = [], [], [], 0
+    for box in boxes:
+        near, far, span = _near(box, gap_max)
+        if box.length >= run_bytes_min or not near:
+            direct.append(box)
+            continue
+        read, permute = _through_scratch(box, near, far, span, size)
+        reads.append(read)
+        permutes.append(permute)
+        size += read.bytes
+    return tuple(direct), tuple(reads), tuple(permutes), size
+
+
+def _near(box: Box, gap_max: int) -> tuple[list[Axis], list[Axis], int]:
+    """The axes along which only small gaps lie in the source, the others, and what a run with its gaps spans."""
+    span, axes = box.length, sorted(box.axes, key=lambda axis: axis.source)
+    for number, axis in enumerate(axes):
+        if axis.source - span >= gap_max:
+            return axes[:number], axes[number:], span
+        span += (axis.count - 1) * axis.source
+    return axes, [], span
+
+
+def _through_scratch(box: Box, near: list[Axis], far: list[Axis], span: int, at: int) -> tuple[Box, Box]:
+    """One span per step of the far axes, packed from `at` on; inside a span the source's own steps remain."""
+    to_scratch, from_scratch, size = [], list(near), span
+    for axis in far:
+        to_scratch.append(Axis(count=axis.count, source=axis.source, target=size))
+        from_scratch.append(Axis(count=axis.count, source=size, target=axis.target))
+        size *= axis.count
+    read = Box(source=box.source, target=at, length=span, axes=tuple(to_scratch))
+    return read, Box(source=at, target=box.target, length=box.length, axes=tuple(from_scratch))
