@@ -8,9 +8,9 @@ permute(plan, rank_plan, pairing, scratch, region)          from scratch into ou
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,19 +27,11 @@ BOXES_KEPT = 4_096  # expanded boxes in the cache; a pair of layouts has a few p
 
 
 class Pairing(NamedTuple):
-    """Pieces to move, in no particular order: each one's number in the plan, and its blocks. Three equal lengths."""
+    """Pieces to move, in order of position: each one's number in the plan, and its blocks. Three equal lengths."""
 
     piece: U64
     source: U64
     target: U64
-
-    @property
-    def pieces(self) -> int:
-        return len(self.piece)
-
-    def part(self, start: int, end: int) -> Pairing:
-        """Some of the pieces, by their places here: as many as scratch has room for."""
-        return Pairing(self.piece[start:end], self.source[start:end], self.target[start:end])
 
 
 class Runs(NamedTuple):
@@ -75,7 +67,7 @@ def pair(plan: TransferPlan, have: int, read: int, ready: int, source: Sequence[
     theirs = _ids(source, plan.source_blocks, "source")
     ours = _ids(target, plan.target_blocks, "target")
     if ready <= begin:
-        return Pairing(*(np.empty(0, np.uint64) for _ in range(3)))
+        return _nothing()
     if (needed := blocks_for(ready, plan.target_size)) > len(ours):
         raise LocalProtocolError(f"{ready} tokens need {needed} target blocks, but only {len(ours)} are reserved")
     _check_distinct(ours[begin // plan.target_size : needed])
@@ -84,19 +76,35 @@ def pair(plan: TransferPlan, have: int, read: int, ready: int, source: Sequence[
 
 def _paired(plan: TransferPlan, begin: int, ready: int, theirs: U64, first: int, ours: U64) -> Pairing:
     """A plan without ranks reads nothing; all ranks have the same pieces."""
-    found = []
+    found, starts = [_nothing()], [np.empty(0, np.intp)]
     source_step, target_step = plan.period // plan.source_size, plan.period // plan.target_size
     for number, piece in enumerate(plan.ranks[0].pieces if plan.ranks else ()):
-        periods = np.arange(
-            max(0, (begin - piece.start - piece.tokens) // plan.period + 1),
-            blocks_for(ready - piece.start, plan.period),
-        )
+        first_period = max(0, (begin - piece.start - piece.tokens) // plan.period + 1)
+        periods = np.arange(first_period, blocks_for(ready - piece.start, plan.period))
         source = theirs[periods * source_step + piece.source_block - first]
         target = ours[periods * target_step + piece.target_block]
         found.append(Pairing(np.full(len(periods), number, np.uint64), source, target))
-    if not found:
-        return Pairing(*(np.empty(0, np.uint64) for _ in range(3)))
-    return Pairing(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        starts.append(periods * plan.period + piece.start)
+    order = np.argsort(np.concatenate(starts), kind="stable")
+    return Pairing(*(np.concatenate(column)[order] for column in zip(*found, strict=True)))
+
+
+def _nothing() -> Pairing:
+    return Pairing(*(np.empty(0, np.uint64) for _ in range(3)))
+
+
+def batches(pairing: Pairing, source_blocks: int) -> Iterator[Pairing]:
+    """The pieces in order, those of at most so many source blocks at a time."""
+    begins = [*np.flatnonzero(_fresh(pairing))[::source_blocks], len(pairing.source)]
+    for start, end in pairwise(begins):
+        yield Pairing(*(column[start:end] for column in pairing))
+
+
+def _fresh(pairing: Pairing) -> NDArray[np.bool_]:
+    """Whether a piece's source block is another than that of the piece before; the pieces of one stand together."""
+    fresh = np.ones(len(pairing.source), np.bool_)
+    np.not_equal(pairing.source[1:], pairing.source[:-1], out=fresh[1:])
+    return fresh
 
 
 def _ids(blocks: Sequence[int], count: int, side: str) -> U64:
@@ -118,28 +126,33 @@ def _check_distinct(ids: U64) -> None:
 
 def direct_runs(rank: RankPlan, pairing: Pairing) -> Runs:
     """The runs that go straight into the target's region."""
-    return _runs(rank, pairing, "direct", pairing.target * np.uint64(rank.target_stride))
+    source_at = pairing.source * np.uint64(rank.source_stride)
+    target_at = pairing.target * np.uint64(rank.target_stride)
+    columns = []
+    for number, piece in enumerate(rank.pieces):
+        here = pairing.piece == number if piece.direct and len(rank.pieces) > 1 else slice(None)
+        columns += [_expanded(box, source_at[here], target_at[here]) for box in piece.direct]
+    return _together(columns)
 
 
 def scratch_runs(rank: RankPlan, pairing: Pairing) -> Runs:
-    """The runs that go into scratch, where the i-th piece of `pairing` has its place at i * rank.scratch_bytes."""
-    places = np.arange(pairing.pieces, dtype=np.uint64) * np.uint64(rank.scratch_bytes)
-    return _runs(rank, pairing, "reads", places)
+    """The runs that go into scratch, where the pairing's i-th source block has its place at i * rank.scratch_bytes."""
+    blocks = pairing.source[_fresh(pairing)]
+    source_at = blocks * np.uint64(rank.source_stride)
+    target_at = np.arange(len(blocks), dtype=np.uint64) * np.uint64(rank.scratch_bytes)
+    return _together([_expanded(box, source_at, target_at) for box in rank.reads])
 
 
-def _runs(rank: RankPlan, pairing: Pairing, kind: str, target_at: U64) -> Runs:
-    columns: list[tuple[U64, U64, U64]] = []
-    source_at = pairing.source * np.uint64(rank.source_stride)
-    for number, piece in enumerate(rank.pieces):
-        boxes: tuple[Box, ...] = getattr(piece, kind)
-        here = pairing.piece == number if boxes and len(rank.pieces) > 1 else slice(None)
-        for box in boxes:
-            source, target = _places(box)
-            starts = (source_at[here][:, None] + source).reshape(-1)
-            ends = (target_at[here][:, None] + target).reshape(-1)
-            columns.append((starts, ends, np.full(len(starts), box.length, np.uint64)))
+def _expanded(box: Box, source_at: U64, target_at: U64) -> tuple[U64, U64, U64]:
+    """A box's runs for every pair of places."""
+    source, target = _places(box)
+    from_ = (source_at[:, None] + source).reshape(-1)
+    return from_, (target_at[:, None] + target).reshape(-1), np.full(len(from_), box.length, np.uint64)
+
+
+def _together(columns: list[tuple[U64, U64, U64]]) -> Runs:
     if not columns:
-        return Runs(*(np.empty(0, np.uint64) for _ in range(3)))
+        return Runs(*_nothing())
     return merged(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -171,30 +184,27 @@ def merged(source: U64, target: U64, length: U64) -> Runs:
 
 def permute(plan: TransferPlan, rank: RankPlan, pairing: Pairing, scratch: memoryview, region: memoryview) -> None:
     """Bring what `scratch_runs` of this pairing read to its places. Raises LocalProtocolError for too little memory."""
-    if len(region) < plan.target_bytes or len(scratch) < pairing.pieces * rank.scratch_bytes:
+    places = np.cumsum(_fresh(pairing)) - 1
+    blocks = int(places[-1]) + 1 if len(places) else 0
+    if len(region) < plan.target_bytes or len(scratch) < blocks * rank.scratch_bytes:
         raise LocalProtocolError(f"{len(scratch)} bytes of scratch or {len(region)} bytes of region are too few")
     for number, piece in enumerate(rank.pieces):
         here = np.flatnonzero(pairing.piece == number)
         for box in piece.permutes if len(here) else ():
             axes = sorted(box.axes, key=lambda axis: -axis.target)  # writes go on side by side
-            width = _word_bytes(box, rank)
             source, target = [(a.count, a.source) for a in axes], [(a.count, a.target) for a in axes]
-            read = _view(scratch, box.source, [(pairing.pieces, rank.scratch_bytes), *source], box.length, width)
-            kept = _view(region, box.target, [(plan.target_blocks, rank.target_stride), *target], box.length, width)
-            kept[pairing.target[here]] = read if len(here) == pairing.pieces else read[here]
+            read = _view(scratch, box.source, [(blocks, rank.scratch_bytes), *source], box.length)
+            kept = _view(region, box.target, [(plan.target_blocks, rank.target_stride), *target], box.length)
+            kept[pairing.target[here]] = read[_as_slice(places[here])]
 
 
-def _word_bytes(box: Box, rank: RankPlan) -> int:
-    """The widest word that every offset and step of a box is a multiple of: fewer, larger elements to copy."""
-    steps = (step for axis in box.axes for step in (axis.source, axis.target))
-    return math.gcd(8, box.source, box.target, box.length, rank.scratch_bytes, rank.target_stride, *steps)
+def _as_slice(places: NDArray[np.intp]) -> Any:
+    """Places that rise one by one as a slice, which copies nothing."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first == len(places) - 1 else places
 
 
-def _view(memory: memoryview, at: int, steps: list[tuple[int, int]], length: int, width: int) -> NDArray[Any]:
-    """Runs in memory as an array of words: one dimension for each (count, bytes) of `steps`, then the run's words."""
-    flat = np.frombuffer(memory, np.uint8)[at:]
-    return np.lib.stride_tricks.as_strided(
-        flat[: len(flat) // width * width].view(f"u{width}"),
-        (*(count for count, _ in steps), length // width),
-        (*(step for _, step in steps), width),
-    )
+def _view(memory: memoryview, at: int, steps: list[tuple[int, int]], length: int) -> NDArray[np.void]:
+    """Runs in memory as an array of whole runs, one dimension for each (count, bytes) of `steps`."""
+    shape, strides = zip(*steps, strict=True)
+    return np.ndarray(shape, np.dtype(f"V{length}"), memory, at, strides)

@@ -5,9 +5,9 @@ pieces, each inside one block here and one block there, and the cuts repeat afte
 the reader needs is a few boxes: runs of equal length at places that step evenly on both sides. An axis whose step is
 the run's own length on both sides is folded into the run, so equal layouts end with one long run and no axis.
 
-A box whose runs are too short to post is read through scratch instead: its source bytes with the small gaps between
-them (in the best case whole blocks) go into scratch in few long runs, and a second box says how to permute them from
-there into the target. Nothing here depends on block ids or lengths of prompts; apply.py puts those in.
+Where runs are too short to post, source blocks are read into scratch instead: what is needed of them with the small
+gaps between (in the best case the whole block) in few long runs, once, however many target blocks it is for; a box for
+each piece then says how to permute it from there. Nothing here depends on block ids or prompts; apply.py puts those in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdbus.bus.wire import Declared
 
 from .layout import KVLayout, fault
 
-RUN_BYTES_MIN = 4_096  # a descriptor costs 7 to 12 us to post: in that time 4 KiB could be copied ten times over
+RUN_BYTES_MIN = 16_384  # a descriptor costs 7 to 12 us to post; in that time as much is copied out of scratch
 PIECES_MAX = (
     256  # in a period; block sizes up to 128 tokens always fit, larger unequal ones if they have much in common
 )
@@ -62,23 +62,18 @@ class Piece(Declared):
     source_block: int
     target_block: int
     direct: tuple[Box, ...] = ()  # from the source's region into the target's
-    reads: tuple[Box, ...] = ()  # from the source's region into scratch
-    permutes: tuple[Box, ...] = ()  # from scratch into the target's region
-    scratch_bytes: int = 0  # what the reads fill
+    permutes: tuple[Box, ...] = ()  # from the source block's place in scratch into the target's region
 
 
 class RankPlan(Declared):
-    """What is read from one source rank."""
+    """What is read from one source rank. `reads` bring any one source block into its place in scratch."""
 
     rank: int
     source_stride: int  # bytes from block to block
     target_stride: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Scratch for one piece, whichever; 0 when nothing goes through scratch."""
-        return max((piece.scratch_bytes for piece in self.pieces), default=0)
+    reads: tuple[Box, ...] = ()
+    scratch_bytes: int = 0  # of one source block; 0 when nothing goes through scratch
 
 
 class TransferPlan(Declared):
@@ -106,8 +101,6 @@ def plan(
     Raises LocalProtocolError for an impossible target, RemoteProtocolError for impossible sources or pairs.
     """
     _check(sources, target)
-    chosen = _choose(sources, target, reader)
-    cuts = _cuts(sources[0].block_size, target.block_size)
     return TransferPlan(
         source_size=sources[0].block_size,
         target_size=target.block_size,
@@ -115,13 +108,8 @@ def plan(
         target_blocks=target.blocks,
         target_bytes=target.region_bytes,
         ranks=tuple(
-            RankPlan(
-                rank=rank,
-                source_stride=sources[rank].block_stride,
-                target_stride=target.block_stride,
-                pieces=tuple(_piece(sources[rank], target, held, cut, run_bytes_min) for cut in pairwise(cuts)),
-            )
-            for rank, held in chosen.items()
+            _rank_plan(rank, sources[rank], target, chosen, run_bytes_min)
+            for rank, chosen in _choose(sources, target, reader).items()
         ),
     )
 
@@ -218,6 +206,56 @@ def _heads_by_rank(
 
 # ---------------------------------------------------------------- pieces
 
+Cut = tuple[int, int]  # first token, end
+
+
+class Grid(Declared):
+    """Rows that both sides hold, at even steps: from `source` and `target` in slot 0 of a block, along three axes."""
+
+    source: int
+    target: int
+    axes: tuple[Axis, ...]  # heads, parts, layers
+
+
+def _rank_plan(rank: int, source: KVLayout, target: KVLayout, chosen: Chosen, run_bytes_min: int) -> RankPlan:
+    cuts = list(pairwise(_cuts(source.block_size, target.block_size)))
+    direct: list[list[Box]] = [[] for _ in cuts]
+    permutes: list[list[Box]] = [[] for _ in cuts]
+    reads: list[Box] = []
+    size = 0
+    for grid in (grid for heads, layers in chosen.items() for grid in _grids(source, target, heads, layers)):
+        boxes = [_direct(source, target, grid, cut) for cut in cuts]
+        read, packed = _through_scratch(source, grid, size, _gap_max(source, run_bytes_min))
+        if not _worth_it(boxes, read, cuts[-1][1] // source.block_size, run_bytes_min):
+            _append(direct, boxes)
+            continue
+        reads.append(read)
+        size += read.bytes
+        _append(permutes, [_permute(source, target, packed, cut) for cut in cuts])
+    return RankPlan(
+        rank=rank, source_stride=source.block_stride, target_stride=target.block_stride,
+        reads=tuple(reads), scratch_bytes=size,
+        pieces=tuple(
+            Piece(
+                start=cut[0], tokens=cut[1] - cut[0],
+                source_block=cut[0] // source.block_size, target_block=cut[0] // target.block_size,
+                direct=tuple(direct[number]), permutes=tuple(permutes[number]),
+            )
+            for number, cut in enumerate(cuts)
+        ),
+    )  # fmt: skip
+
+
+def _append(lists: list[list[Box]], boxes: list[Box]) -> None:
+    for some, box in zip(lists, boxes, strict=True):
+        some.append(box)
+
+
+def _worth_it(direct: list[Box], read: Box, source_blocks: int, run_bytes_min: int) -> bool:
+    """Whether to go through scratch: direct runs of a period are short, and its blocks are read in fewer."""
+    short = min(box.length for box in direct) < run_bytes_min
+    return short and source_blocks * read.runs < sum(box.runs for box in direct)
+
 
 def _pieces(source_size: int, target_size: int) -> int:
     period = math.lcm(source_size, target_size)
@@ -230,34 +268,13 @@ def _cuts(source_size: int, target_size: int) -> list[int]:
     return sorted(dict.fromkeys([*range(0, period, source_size), *range(0, period, target_size), period]))
 
 
-def _piece(source: KVLayout, target: KVLayout, chosen: Chosen, cut: tuple[int, int], run_bytes_min: int) -> Piece:
-    start, end = cut
-    source_block, source_slot = divmod(start, source.block_size)
-    target_block, target_slot = divmod(start, target.block_size)
-    slots = Axis(count=end - start, source=source.slot_stride, target=target.slot_stride)
-    at = source_slot * source.slot_stride, target_slot * target.slot_stride
-    boxes = [box for heads, layers in chosen.items() for box in _boxes(source, target, heads, layers, slots, at)]
-    direct, reads, permutes, scratch_bytes = _staged(boxes, run_bytes_min, _gap_max(source, run_bytes_min))
-    return Piece(
-        start=start, tokens=end - start, source_block=source_block, target_block=target_block,
-        direct=direct, reads=reads, permutes=permutes, scratch_bytes=scratch_bytes,
-    )  # fmt: skip
-
-
-def _boxes(
-    source: KVLayout, target: KVLayout, heads: tuple[int, ...], layers: Held, slots: Axis, at: tuple[int, int]
-) -> list[Box]:
+def _grids(source: KVLayout, target: KVLayout, heads: tuple[int, ...], layers: Held) -> list[Grid]:
     places = [
         (source.heads.index(head) * source.head_stride, target.heads.index(head) * target.head_stride) for head in heads
     ]
     parts = Axis(count=len(source.parts), source=source.part_stride, target=target.part_stride)
     return [
-        _folded(
-            at[0] + layer_from + head_from,
-            at[1] + layer_to + head_to,
-            source.row_bytes,
-            [slots, head_axis, parts, layer_axis],
-        )
+        Grid(source=layer_from + head_from, target=layer_to + head_to, axes=(head_axis, parts, layer_axis))
         for layer_from, layer_to, layer_axis in _even_steps(layers)
         for head_from, head_to, head_axis in _even_steps(places)
     ]
@@ -277,7 +294,18 @@ def _even_steps(places: Held) -> list[tuple[int, int, Axis]]:
     return found
 
 
-def _folded(source: int, target: int, length: int, axes: list[Axis]) -> Box:
+def _direct(source: KVLayout, target: KVLayout, grid: Grid, cut: Cut) -> Box:
+    from_slot, to_slot = cut[0] % source.block_size, cut[0] % target.block_size
+    slots = Axis(count=cut[1] - cut[0], source=source.slot_stride, target=target.slot_stride)
+    return _folded(
+        grid.source + from_slot * source.slot_stride,
+        grid.target + to_slot * target.slot_stride,
+        source.row_bytes,
+        (slots, *grid.axes),
+    )
+
+
+def _folded(source: int, target: int, length: int, axes: Sequence[Axis]) -> Box:
     """The box with the longest runs: axes that continue the run become part of it, axes that continue another join."""
     left = sorted((axis for axis in axes if axis.count > 1), key=lambda axis: axis.source)
     while inner := next((axis for axis in left if axis.source == axis.target == length), None):
@@ -296,44 +324,50 @@ def _folded(source: int, target: int, length: int, axes: list[Axis]) -> Box:
 # ---------------------------------------------------------------- through scratch
 
 
+class Packed(Declared):
+    """A grid as it lies in scratch after the read: from `source` on, slots first among the axes."""
+
+    source: int
+    target: int
+    slot_stride: int
+    axes: tuple[Axis, ...]
+
+
 def _gap_max(source: KVLayout, run_bytes_min: int) -> int:
     """The longest gap that is read along. A longer one could hold other blocks, and those are not ours to read."""
     return min(run_bytes_min, source.block_stride) if source.blocks > 1 else run_bytes_min
 
 
-def _staged(
-    boxes: list[Box], run_bytes_min: int, gap_max: int
-) -> tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...], int]:
-    """Boxes to read directly, boxes to read into scratch, boxes to permute from there, and the scratch they need."""
-    direct, reads, permutes, size = [], [], [], 0
-    for box in boxes:
-        near, far, span = _near(box, gap_max)
-        if box.length >= run_bytes_min or not near:
-            direct.append(box)
+def _through_scratch(source: KVLayout, grid: Grid, at: int, gap_max: int) -> tuple[Box, Packed]:
+    """How a source block's part of the grid is read to `at` in scratch, and how it lies there.
+
+    Along axes with small gaps a run goes on, gaps and all, and steps stay what they were; along the others
+    runs are packed.
+    """
+    slots = Axis(count=source.block_size, source=source.slot_stride, target=0)
+    axes = (slots, *grid.axes)
+    span, packed = source.row_bytes, [0] * len(axes)
+    far: list[Axis] = []
+    for number, axis in sorted(enumerate(axes), key=lambda item: item[1].source):
+        if axis.count == 1:
             continue
-        read, permute = _through_scratch(box, near, far, span, size)
-        reads.append(read)
-        permutes.append(permute)
-        size += read.bytes
-    return tuple(direct), tuple(reads), tuple(permutes), size
+        if not far and axis.source - span < gap_max:
+            packed[number] = axis.source
+            span += (axis.count - 1) * axis.source
+        else:
+            packed[number] = far[-1].target * far[-1].count if far else span
+            far.append(Axis(count=axis.count, source=axis.source, target=packed[number]))
+    lying = tuple(Axis(count=a.count, source=step, target=a.target) for a, step in zip(axes, packed, strict=True))
+    read = _folded(grid.source, at, span, far)
+    return read, Packed(source=at, target=grid.target, slot_stride=packed[0], axes=lying[1:])
 
 
-def _near(box: Box, gap_max: int) -> tuple[list[Axis], list[Axis], int]:
-    """The axes along which only small gaps lie in the source, the others, and what a run with its gaps spans."""
-    span, axes = box.length, sorted(box.axes, key=lambda axis: axis.source)
-    for number, axis in enumerate(axes):
-        if axis.source - span >= gap_max:
-            return axes[:number], axes[number:], span
-        span += (axis.count - 1) * axis.source
-    return axes, [], span
-
-
-def _through_scratch(box: Box, near: list[Axis], far: list[Axis], span: int, at: int) -> tuple[Box, Box]:
-    """One span per step of the far axes, packed from `at` on; inside a span the source's own steps remain."""
-    to_scratch, from_scratch, size = [], list(near), span
-    for axis in far:
-        to_scratch.append(Axis(count=axis.count, source=axis.source, target=size))
-        from_scratch.append(Axis(count=axis.count, source=size, target=axis.target))
-        size *= axis.count
-    read = Box(source=box.source, target=at, length=span, axes=tuple(to_scratch))
-    return read, Box(source=at, target=box.target, length=box.length, axes=tuple(from_scratch))
+def _permute(source: KVLayout, target: KVLayout, packed: Packed, cut: Cut) -> Box:
+    from_slot, to_slot = cut[0] % source.block_size, cut[0] % target.block_size
+    slots = Axis(count=cut[1] - cut[0], source=packed.slot_stride, target=target.slot_stride)
+    return _folded(
+        packed.source + from_slot * packed.slot_stride,
+        packed.target + to_slot * target.slot_stride,
+        source.row_bytes,
+        (slots, *packed.axes),
+    )

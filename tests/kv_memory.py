@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pdbus.connector.apply import Pairing, direct_runs, permute, scratch_runs
+from pdbus.connector.apply import Pairing, batches, direct_runs, permute, scratch_runs
 from pdbus.connector.layout import KVLayout
 from pdbus.connector.plan import TransferPlan
 
@@ -58,15 +58,13 @@ def read_cells(region: Bytes, layout: KVLayout, table: Sequence[int], positions:
     return np.stack(views, axis=1)
 
 
-def move(plan: TransferPlan, pairing: Pairing, sources: Sequence[Bytes], target: Bytes, pieces_at_once: int = 3) -> int:
+def move(plan: TransferPlan, pairing: Pairing, sources: Sequence[Bytes], target: Bytes, blocks_at_once: int = 2) -> int:
     """Carry a plan out by copying run after run; how many bytes were read."""
     read = 0
     for rank in plan.ranks:
-        runs = direct_runs(rank, pairing)
-        read += copy_runs(runs, sources[rank.rank], target)
-        for start in range(0, pairing.pieces if rank.scratch_bytes else 0, pieces_at_once):
-            some = pairing.part(start, start + pieces_at_once)
-            scratch = np.full(some.pieces * rank.scratch_bytes, POISON, np.uint8)
+        read += copy_runs(direct_runs(rank, pairing), sources[rank.rank], target)
+        for some in batches(pairing, blocks_at_once) if rank.reads else ():
+            scratch = np.full(blocks_at_once * rank.scratch_bytes, POISON, np.uint8)
             read += copy_runs(scratch_runs(rank, some), sources[rank.rank], scratch)
             permute(plan, rank, some, memoryview(scratch), memoryview(target))
     return read

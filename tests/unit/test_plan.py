@@ -26,8 +26,8 @@ def latent(block_size: int = 16, order: str = "native") -> Geometry:
 
 
 def runs_per_block(made: TransferPlan) -> list[int]:
-    """Of each source rank, for the first target block; 0 direct ones when all goes through scratch."""
-    return [sum(box.runs for box in rank.pieces[0].direct) for rank in made.ranks]
+    """Of each source rank, for the period's first piece."""
+    return [sum(box.runs for box in (*rank.pieces[0].direct, *rank.reads)) for rank in made.ranks]
 
 
 # ---------------------------------------------------------------- how few
@@ -45,18 +45,28 @@ def test_equals_with_a_region_per_layer_and_part_are_one_run_per_block_and_regio
     assert runs_per_block(plan(ranks(model, 2), ranks(model, 2)[1], 1)) == [LAYERS * 2]
 
 
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
 @pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (1, 4), (4, 2), (8, 1), (1, 8)])
-def test_unequal_ranks_cost_runs_per_layer_and_part_whatever_the_block_size(there: int, here: int) -> None:
-    for block_size in (32, 64, 128):
-        made = plan(ranks(geometry(block_size), there), ranks(geometry(block_size), here)[0])
-        assert runs_per_block(made) == [LAYERS * 2] * max(1, there // here)
+def test_unequal_ranks_cost_runs_per_layer_and_part_whatever_the_block_size(
+    there: int, here: int, block_size: int
+) -> None:
+    made = plan(ranks(geometry(block_size), there), ranks(geometry(block_size), here)[0], run_bytes_min=0)
+    assert runs_per_block(made) == [LAYERS * 2] * max(1, there // here)
 
 
-def test_unequal_blocks_of_one_layout_cost_runs_per_head() -> None:
-    """32 tokens there are two blocks of 16 here: half of each head's tokens go to either."""
-    made = plan(ranks(geometry(64), 1), ranks(geometry(32), 1)[0])
-    assert made.period == 64
-    assert [sum(b.runs for b in piece.direct) for piece in made.ranks[0].pieces] == [LAYERS * 2 * HEADS] * 2
+@pytest.mark.parametrize("there", [2, 4, 8])
+def test_short_runs_of_several_ranks_become_one_read_of_each_ones_block(there: int) -> None:
+    made = plan(ranks(geometry(8), there), ranks(geometry(8), 1)[0])
+    assert runs_per_block(made) == [1] * there
+
+
+def test_unequal_blocks_of_one_layout_cost_runs_per_head_or_one_through_scratch() -> None:
+    """64 tokens there are two blocks of 32 here: half of each head's tokens go to either, but are read together."""
+    direct, scratch = (
+        plan(ranks(geometry(64), 1), ranks(geometry(32), 1)[0], run_bytes_min=least).ranks[0] for least in (0, 16_384)
+    )
+    assert [sum(b.runs for b in piece.direct) for piece in direct.pieces] == [LAYERS * 2 * HEADS] * 2
+    assert scratch.reads == (Box(source=0, target=0, length=geometry(64).block_bytes),)
 
 
 def test_blocks_that_fit_neither_way_are_cut_at_both_sides_boundaries() -> None:
@@ -70,8 +80,8 @@ def test_blocks_that_fit_neither_way_are_cut_at_both_sides_boundaries() -> None:
 
 def test_prefill_of_one_rank_feeds_half_its_heads_to_each_of_two() -> None:
     for reader in (0, 1):
-        made = plan(ranks(geometry(32), 1), ranks(geometry(32), 2)[reader], reader)
-        half = HEADS // 2 * 32 * HEAD_DIM * 2
+        made = plan(ranks(geometry(64), 1), ranks(geometry(64), 2)[reader], reader)
+        half = HEADS // 2 * 64 * HEAD_DIM * 2
         (box,) = made.ranks[0].pieces[0].direct
         assert (box.source, box.target, box.length) == (reader * half, 0, half)
 
@@ -106,13 +116,13 @@ def test_node_that_keeps_one_copy_of_the_latent_reads_it_by_one_rank() -> None:
 
 def test_layers_meet_by_name() -> None:
     """Two pipeline stages there, one rank with a layer order of its own here; draft layers there stay there."""
-    stage = replace(geometry(32), layers=3)
+    stage = replace(geometry(64), layers=3)
     sources = ranks(stage, 1, ("0", "1", "draft")) + ranks(stage, 1, ("2", "3", "other draft"))
-    target = layout_of(geometry(32), BLOCKS, layers=("3", "2", "1", "0"))
+    target = layout_of(geometry(64), BLOCKS, layers=("3", "2", "1", "0"))
     made = plan(sources, target)
     assert [rank.rank for rank in made.ranks] == [0, 1]
     moved = sum(box.bytes for rank in made.ranks for box in rank.pieces[0].direct)
-    assert moved == geometry(32).block_bytes
+    assert moved == geometry(64).block_bytes
 
 
 # ---------------------------------------------------------------- through scratch
@@ -123,7 +133,7 @@ def test_other_token_order_is_read_in_whole_blocks_and_permuted(there: str, here
     made = plan(ranks(geometry(order=there), 1), ranks(geometry(order=here), 1)[0])
     (rank,) = made.ranks
     (piece,) = rank.pieces
-    (read,), (permute,) = piece.reads, piece.permutes
+    (read,), (permute,) = rank.reads, piece.permutes
     block = HEADS * 16 * HEAD_DIM * 2
     assert piece.direct == () and (read.length, read.runs) == (block, LAYERS * 2)
     assert permute.length == HEAD_DIM * 2 and permute.bytes == LAYERS * 2 * block == rank.scratch_bytes
@@ -131,19 +141,19 @@ def test_other_token_order_is_read_in_whole_blocks_and_permuted(there: str, here
 
 def test_native_block_for_another_order_is_one_read() -> None:
     made = plan(ranks(geometry(), 1), ranks(geometry(order="nhd"), 1)[0])
-    assert made.ranks[0].pieces[0].reads == (Box(source=0, target=0, length=geometry().block_bytes),)
+    assert made.ranks[0].reads == (Box(source=0, target=0, length=geometry().block_bytes),)
 
 
 def test_short_gaps_are_read_along_and_long_ones_are_not() -> None:
     """A reader of one head of eight: its rows lie 1 KiB apart in a block, but K and V far from each other."""
     made = plan(ranks(geometry(order="nhd"), 1), ranks(geometry(order="nhd"), 8)[3], 3)
-    (read,) = made.ranks[0].pieces[0].reads
+    (read,) = made.ranks[0].reads
     assert (read.length, read.runs) == (15 * HEADS * HEAD_DIM * 2 + HEAD_DIM * 2, LAYERS * 2)
 
 
 def test_runs_long_enough_go_straight() -> None:
-    """Rows of 64 heads are worth a descriptor each."""
-    wide = replace(geometry(order="nhd"), kv_heads=64)
+    """Rows of 256 heads are worth a descriptor each."""
+    wide = replace(geometry(order="nhd"), kv_heads=256)
     there, here = ranks(wide, 1), ranks(replace(wide, layout="hnd"), 1)[0]
     assert made_of(there, here) == (0, 1)
     assert made_of(ranks(wide, 2), ranks(wide, 1)[0]) == (2, 0)
@@ -151,9 +161,9 @@ def test_runs_long_enough_go_straight() -> None:
 
 def made_of(sources: list[KVLayout], target: KVLayout) -> tuple[int, int]:
     """How many direct and how many scratch reads there are over all ranks."""
-    pieces = [rank.pieces[0] for rank in plan(sources, target).ranks]
-    assert all(box.length >= RUN_BYTES_MIN for piece in pieces for box in piece.direct)
-    return sum(len(piece.direct) for piece in pieces), sum(len(piece.reads) for piece in pieces)
+    found = plan(sources, target).ranks
+    assert all(box.length >= RUN_BYTES_MIN for rank in found for box in rank.pieces[0].direct)
+    return sum(len(rank.pieces[0].direct) for rank in found), sum(len(rank.reads) for rank in found)
 
 
 # ---------------------------------------------------------------- not at all
