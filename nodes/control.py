@@ -22,7 +22,7 @@ import zmq
 
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
-from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError
+from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
@@ -37,11 +37,13 @@ from pdbus.connector.process import Exit
 from pdbus.connector.slab import Slab
 
 from . import events as ev
+from . import report
 from .binding import bind_bus
 from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
+from .limits import check_sampling
 from .scheduler import Limits
 from .setup import Setup, set_up, worker_args
 from .tokenizer import load_tokenizer
@@ -103,6 +105,7 @@ class Control:
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
         self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self.worker: Managed[ipc.FromWorker] = Managed(
             "pdbus.nodes.worker",
@@ -143,7 +146,10 @@ class Control:
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
-        log.info("model %s, %d KV blocks of %d tokens", self.setup.model, self.setup.blocks, self.config.block_size)
+        log.info(
+            "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
+            self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
+        )  # fmt: skip
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         serving = self._loop.create_task(self.endpoint.serve())
@@ -154,6 +160,7 @@ class Control:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
+        self.intake.farewell()
         await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
         self.publisher.close()
@@ -161,6 +168,10 @@ class Control:
         self._context.term()
         if self._recorder is not None:
             self._recorder.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
 
     def end(self, status: int) -> None:
         if not self._ended.done():
@@ -449,6 +460,8 @@ class Control:
     # ------------------------------------------------------------ the rest
 
     def _publish(self, e: ev.Publish) -> None:
+        if e.topic == "node" and (line := report.news(e.event, e.data)):
+            log.info("%s", line)
         self.publisher.publish(e.topic, e.event, e.data)
 
     def _drained(self, e: ev.Drained) -> None:
@@ -500,6 +513,10 @@ def _checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[byte
         )
     if prompt_digest(prompt) != message.prompt_digest:
         raise RemoteProtocolError("the prompt does not match its digest", kind=message.KIND, field="prompt_digest")
+    try:
+        check_sampling(message.sampling)
+    except RequestError as e:
+        raise RemoteProtocolError(str(e), kind=message.KIND, field=f"sampling.{e.param}") from None
     ids = unpack_u32(prompt)
     if max(ids) >= setup.vocab_size:
         raise RemoteProtocolError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
 from pdbus.bus.endpoint import Received
-from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.errors import Closed, ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
     Cancel,
@@ -23,6 +23,7 @@ from pdbus.bus.messages import (
     Disconnect,
     DisconnectReply,
     Error,
+    EventsSnapshot,
     Finished,
     Generate,
     Ledger,
@@ -34,6 +35,7 @@ from pdbus.bus.messages import (
     StatusReply,
     TokenLogprob,
 )
+from pdbus.bus.ports import parse_address
 from pdbus.bus.wire import pack_u32, replace, unpack_u32
 from pdbus.connector import ipc
 
@@ -75,6 +77,7 @@ class Intake:
             Credit: self._credit,
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
+            EventsSnapshot: self._snapshot,
             Connect: lambda r: self._answer_later(r, self._connect(r.message)),
             Disconnect: lambda r: self._answer_later(r, self._disconnect(r.message)),
         }
@@ -87,6 +90,13 @@ class Intake:
         handler(received)
         return True
 
+    def farewell(self) -> None:
+        """The node ends. Whoever still waits for an answer is told so; after a drain nobody does."""
+        for a in self._answers.values():
+            error = Error(message=f"node {self._control.config.name} has failed", code="broken", client_id=a.client_id)
+            self._say(a, Finished(client_id=a.client_id, request=a.request, reason="error", error=error))
+        self._answers.clear()
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -97,6 +107,11 @@ class Intake:
     def _generate(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Generate)
+        if self._control.config.role == "prefill":
+            name = self._control.config.name
+            raise RequestError(
+                f"{name} only prefills for other nodes: ask a decode node", code="wrong_role", status=421
+            )
         key = client_key(received, message.client_id)
         if key in self._tokenizing or self._control.core.requests.of_client(key) is not None:
             raise RequestError("this client_id is in use by a request of yours", param="client_id")
@@ -119,6 +134,8 @@ class Intake:
             sampling = self._checked_sampling(message)
             prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
+            if self._control.ended:
+                raise Closed(f"node {self._control.config.name} has ended")
         except PdError as e:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
@@ -138,6 +155,7 @@ class Intake:
             prompt=prompt,
             sampling=sampling,
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
+            piece=self._tokenizer.piece,
         )
         self._control.post(
             ev.GenerateAsked(
@@ -324,16 +342,28 @@ class Intake:
         clean, ledger = report.ledger(self._control.core)
         return LedgerReply(clean=clean, ledger=ledger)
 
+    def _snapshot(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, EventsSnapshot)
+        self._reply(received, self._control.publisher.snapshot(message))
+
     async def _connect(self, message: Message) -> ConnectReply:
         assert isinstance(message, Connect)
         outcomes = await asyncio.gather(*(self._join(address) for address in message.addresses))
         return ConnectReply(outcomes=tuple(outcomes))
 
     async def _join(self, address: str) -> Outcome:
+        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
+        try:
+            parse_address(address, "address")
+        except ConfigError as e:
+            return Outcome(target=address, ok=False, detail=e.problem)
+        if address == self._control.address:
+            return Outcome(target=address, ok=False, detail="this is the node itself")
         self._control.post(ev.JoinAsked(address=address))
         await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
         outcome = report.joined(self._control.core, address)
-        return outcome or Outcome(target=address, ok=False, detail=f"no answer within {JOIN_WAIT_S:g} s")
+        return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
 
     async def _disconnect(self, message: Message) -> DisconnectReply:
         assert isinstance(message, Disconnect)
@@ -356,7 +386,8 @@ class Intake:
             return False
         self._probe += 1
         key = (what, self._probe)
-        answered = self._probes[key] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes[key] = answered
         if what == "worker":
             self._control.worker.send(ipc.ProbeWorker(probe=self._probe))
         else:

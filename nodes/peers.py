@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderGone
+from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderCame, ReaderGone
 
 from . import events as ev
 from .decode import Source
@@ -59,11 +59,16 @@ class Peers:
                     )
                 )
             case ms.PeerUp():
+                news.append(ReaderCame(node=effect.peer.name, incarnation=effect.peer.incarnation))
                 out.append(_node_event("node.up", effect.peer))
             case ms.PeerAgent():
                 self._agent(effect, out, news)
             case ms.PeerDown():
                 self._down(effect, out, news)
+            case ms.CallFailed() | ms.TurnedAway():
+                event = "node.unreachable" if isinstance(effect, ms.CallFailed) else "node.refused"
+                data: dict[str, object] = {"node": effect.name, "address": effect.address, "reason": effect.reason}
+                out.append(ev.Publish(topic="node", event=event, data=data))
             case ms.DrainAsked():
                 self.drain_asked = True
 

@@ -1,4 +1,4 @@
-"""Clusters to hurt: real processes to kill, freeze and start again, while requests run whose right answers are known."""
+"""Clusters to hurt: real processes to kill, freeze and start again, while requests run whose answers are known."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ OPTIONS: dict[str, str | int | float | bool] = {
     "engine": "coded", "coded_layers": 2, "coded_kv_heads": 2, "coded_head_dim": 8, "kv_blocks": 512,
     "prefill_chunk": CHUNK, "lease": "3s", "renew": "400ms", "claim": "200ms",
 }  # fmt: skip
+Status = dict[str, Any]
 SLOW_PREFILL = {"coded_token_us": 1000}  # 64 ms a chunk: time to see it happen
 
 
@@ -85,10 +86,10 @@ class Site:
             await self.cluster.wait_ready(node, WAIT_S)
 
     async def clean(self) -> None:
-        """Every ledger: nothing but free and cached blocks, no lease, no read, no request."""
+        """Every node's ledger is."""
         for node in self.cluster.nodes:
             async with Client(node.address) as client:
-                await until_clean(client, node.name)
+                await until_clean(client)
 
 
 @contextmanager
@@ -160,9 +161,9 @@ async def read_all(generation: Generation) -> Answered:
     return Answered(generation.tokens, generation.text, generation.finished)
 
 
-async def ask_remotely(client: Client, salt: int, within_s: float = WAIT_S) -> Answered:
+async def ask_remotely(client: Client, salt: int) -> Answered:
     """Ask until a prompt has been prefilled elsewhere again, each answer being right."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(WAIT_S):
         while True:
             salt += 1_000_000
             answered = await ask(client, prompt(40, salt), 2)
@@ -174,43 +175,51 @@ async def ask_remotely(client: Client, salt: int, within_s: float = WAIT_S) -> A
 # ---------------------------------------------------------------- watching
 
 
-async def until(true: Callable[[], Awaitable[Any]], within_s: float = WAIT_S) -> Any:
-    """The first true value that `true` gives."""
-    async with asyncio.timeout(within_s):
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    """Raises TimeoutError when it does not come true. A node that does not answer for a while is asked again."""
+    async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(PdError):
-                if value := await true():
-                    return value
+                if await true():
+                    return
             await asyncio.sleep(POLL_S)
 
 
-async def until_status(client: Client, true: Callable[[dict[str, Any]], Any], within_s: float = WAIT_S) -> dict[str, Any]:
-    async def look() -> dict[str, Any] | None:
-        status = await client.status()
-        return status if true(status) else None
+async def until_status(client: Client, true: Callable[[Status], Any]) -> Status:
+    """The first status of the node that is so."""
+    status: Status = {}
 
-    try:
-        found: dict[str, Any] = await until(look, within_s)
-    except TimeoutError:
-        raise AssertionError(f"not so within {within_s:g} s: {await client.status()}") from None
-    return found
-
-
-async def until_clean(client: Client, name: str) -> None:
     async def look() -> bool:
-        return (await client.ledger()).clean
+        status.update(await client.status())
+        return bool(true(status))
 
     try:
         await until(look)
     except TimeoutError:
-        raise AssertionError(f"{name}: {(await client.ledger()).ledger}") from None
+        raise AssertionError(f"not so within {WAIT_S:g} s: {status}") from None
+    return status
 
 
-async def until_fetch(client: Client, true: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+async def until_clean(client: Client) -> None:
+    """Nothing but free and cached blocks, no lease, no read, no request."""
+    ledger: Status = {}
+
+    async def look() -> bool:
+        reply = await client.ledger()
+        ledger.update(reply.ledger)
+        return reply.clean
+
+    try:
+        await until(look)
+    except TimeoutError:
+        raise AssertionError(f"{client.address} is not clean: {ledger}") from None
+
+
+async def until_fetch(client: Client, true: Callable[[Status], Any]) -> Status:
     """The first row of the decode node's fetches that is so."""
-    found: list[dict[str, Any]] = []
+    found: list[Status] = []
 
-    def look(status: dict[str, Any]) -> bool:
+    def look(status: Status) -> bool:
         found[:] = [row for row in status["reads"] if true(row)]
         return bool(found)
 

@@ -213,6 +213,6 @@ async def test_prefill_mover_frozen_while_it_is_read(hurt: Site) -> None:
         assert (await d.ledger()).ledger["blocks"]["quarantined"] > 0
         assert (await ask(d, prompt(2 * CHUNK, 13))).finished.timeline.attempts == 0
         hurt.thaw(children["mover"])
-        await until_clean(d, "decode-1")
+        await until_clean(d)
         await ask_remotely(d, 12)
         assert await pids_of(p) == children
