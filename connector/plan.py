@@ -26,6 +26,8 @@ PIECES_MAX = (
     256  # in a period; block sizes up to 128 tokens always fit, larger unequal ones if they have much in common
 )
 
+BOXES_MAX = 16_384  # of one rank; usual pairs have one or two a piece, layers and heads in disorder one for each
+
 Difference = tuple[str, str, str]  # field, theirs, ours
 
 
@@ -144,16 +146,23 @@ def _ranks_differ(sources: Sequence[KVLayout]) -> list[Difference]:
 
 
 def _missing(sources: Sequence[KVLayout], target: KVLayout) -> list[Difference]:
-    held: dict[str, dict[int, None]] = {}
-    for source in sources:
-        for layer in source.layers:
-            held.setdefault(layer, {}).update(dict.fromkeys(source.heads))
-    for layer in target.layers if target.heads else ():
-        if not (there := held.get(layer)):
+    if not target.heads:
+        return []
+    held: dict[tuple[int, ...], dict[int, None]] = {}
+    for layer, ranks in zip(target.layers, _holding(sources, target), strict=True):
+        if not ranks:
             return [("layers", f"none holds {layer}", f"{layer} is needed")]
-        if absent := [head for head in target.heads if head not in there]:
+        if ranks not in held:
+            held[ranks] = dict.fromkeys(head for rank in ranks for head in sources[rank].heads)
+        if absent := [head for head in target.heads if head not in held[ranks]]:
             return [("heads", f"none holds head {absent[0]} of layer {layer}", f"head {absent[0]} is needed")]
     return []
+
+
+def _holding(sources: Sequence[KVLayout], target: KVLayout) -> list[tuple[int, ...]]:
+    """Which source ranks hold each of the target's layers."""
+    held = [dict.fromkeys(source.layers) for source in sources]
+    return [tuple(rank for rank, layers in enumerate(held) if layer in layers) for layer in target.layers]
 
 
 def _check(sources: Sequence[KVLayout], target: KVLayout) -> None:
@@ -180,8 +189,7 @@ def _choose(sources: Sequence[KVLayout], target: KVLayout, reader: int) -> dict[
     chosen: dict[int, Chosen] = {}
     starts = [dict(zip(source.layers, source.starts, strict=True)) for source in sources]
     holders: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
-    for layer, to in zip(target.layers, target.starts, strict=True):
-        holding = tuple(rank for rank, held in enumerate(starts) if layer in held)
+    for layer, to, holding in zip(target.layers, target.starts, _holding(sources, target), strict=True):
         if holding not in holders:
             holders[holding] = _heads_by_rank(sources, target.heads, holding, reader)
         for rank, heads in holders[holding].items():
@@ -223,7 +231,7 @@ def _rank_plan(rank: int, source: KVLayout, target: KVLayout, chosen: Chosen, ru
     permutes: list[list[Box]] = [[] for _ in cuts]
     reads: list[Box] = []
     size = 0
-    for grid in (grid for heads, layers in chosen.items() for grid in _grids(source, target, heads, layers)):
+    for grid in _grids(source, target, chosen, BOXES_MAX // len(cuts)):
         boxes = [_direct(source, target, grid, cut) for cut in cuts]
         read, packed = _through_scratch(source, grid, size, _gap_max(source, run_bytes_min))
         if not _worth_it(boxes, read, cuts[-1][1] // source.block_size, run_bytes_min):
@@ -268,16 +276,25 @@ def _cuts(source_size: int, target_size: int) -> list[int]:
     return sorted(dict.fromkeys([*range(0, period, source_size), *range(0, period, target_size), period]))
 
 
-def _grids(source: KVLayout, target: KVLayout, heads: tuple[int, ...], layers: Held) -> list[Grid]:
-    places = [
-        (source.heads.index(head) * source.head_stride, target.heads.index(head) * target.head_stride) for head in heads
-    ]
+def _grids(source: KVLayout, target: KVLayout, chosen: Chosen, grids_max: int) -> list[Grid]:
+    """Raises RemoteProtocolError when the rows lie in too much disorder."""
     parts = Axis(count=len(source.parts), source=source.part_stride, target=target.part_stride)
-    return [
-        Grid(source=layer_from + head_from, target=layer_to + head_to, axes=(head_axis, parts, layer_axis))
-        for layer_from, layer_to, layer_axis in _even_steps(layers)
-        for head_from, head_to, head_axis in _even_steps(places)
-    ]
+    grids: list[Grid] = []
+    for heads, layers in chosen.items():
+        columns, levels = _even_steps(_places(source, target, heads)), _even_steps(layers)
+        if len(grids) + len(columns) * len(levels) > grids_max:
+            raise RemoteProtocolError("layers and heads lie in too much disorder to read from", field="starts")
+        grids += [
+            Grid(source=layer_from + head_from, target=layer_to + head_to, axes=(head_axis, parts, layer_axis))
+            for layer_from, layer_to, layer_axis in levels
+            for head_from, head_to, head_axis in columns
+        ]
+    return grids
+
+
+def _places(source: KVLayout, target: KVLayout, heads: tuple[int, ...]) -> Held:
+    there, here = ({head: place for place, head in enumerate(side.heads)} for side in (source, target))
+    return [(there[head] * source.head_stride, here[head] * target.head_stride) for head in heads]
 
 
 def _even_steps(places: Held) -> list[tuple[int, int, Axis]]:

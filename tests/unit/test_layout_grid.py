@@ -7,6 +7,7 @@ twice: with every run direct, and with short runs through scratch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -17,7 +18,7 @@ import pytest
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import replace
-from pdbus.connector.apply import pair
+from pdbus.connector.apply import Pairing, pair
 from pdbus.connector.layout import KVLayout, blocks_for, geometry_for, layout_of
 from pdbus.connector.plan import RUN_BYTES_MIN, TransferPlan, plan
 from pdbus.nodes.engines.coded import coded_cells
@@ -89,8 +90,14 @@ def owned(sources: tuple[KVLayout, ...], model: Geometry, prompt: int, table: tu
     return regions
 
 
-def hand_off(cell: Cell) -> str:
-    """One cell: '' when all bytes are right, 'refused' when such ranks cannot be, else what is wrong."""
+Carry = Callable[[TransferPlan, Pairing, list[Bytes], Bytes], int]
+
+
+def hand_off(cell: Cell, carry: Carry = move) -> str:
+    """One cell: '' when all bytes are right, 'refused' when such ranks cannot be, else what is wrong.
+
+    `carry` carries out a plan (kv_memory.move).
+    """
     there = geometry(cell, cell.layout_there, cell.blocks[0])
     here = geometry(cell, cell.layout_here, cell.blocks[1])
     try:
@@ -103,7 +110,7 @@ def hand_off(cell: Cell) -> str:
     memory = owned(sources, there, cell.prompt, table_there)
     announced = table_there[have // cell.blocks[0] :]
     problems = (
-        read_by(made, target, cell, have, announced, table_here, memory)
+        read_by(carry, made, target, cell, have, announced, table_here, memory)
         for reader, target in enumerate(targets)
         for made in planned(sources, target, reader)
     )
@@ -111,7 +118,7 @@ def hand_off(cell: Cell) -> str:
 
 
 def read_by(
-    made: TransferPlan, target: KVLayout, cell: Cell, have: int,
+    carry: Carry, made: TransferPlan, target: KVLayout, cell: Cell, have: int,
     announced: tuple[int, ...], table: tuple[int, ...], memory: list[Bytes],
 ) -> str:  # fmt: skip
     cells = code(geometry(cell, cell.layout_here, cell.blocks[1]), cell.prompt)
@@ -119,7 +126,7 @@ def read_by(
     write_cells(guarded.region, target, table, cells[:have])
     before = guarded.region.copy()
     pairing = pair(made, have, 0, cell.prompt, announced, table)
-    read = move(made, pairing, memory, guarded.region)
+    read = carry(made, pairing, memory, guarded.region)
     if have == cell.prompt and read:
         return f"{read} bytes read, but all were here"
     expected = cells[:, :, :, list(target.heads)]
@@ -137,8 +144,8 @@ def untouched(region: Bytes, before: Bytes, target: KVLayout, table: tuple[int, 
     return bool(np.array_equal(after, then)) and bool((then == POISON).any())
 
 
-def outcomes(cells: list[Cell]) -> dict[Cell, str]:
-    return {cell: wrong for cell in cells if (wrong := hand_off(cell)) != ""}
+def outcomes(cells: list[Cell], carry: Carry = move) -> dict[Cell, str]:
+    return {cell: wrong for cell in cells if (wrong := hand_off(cell, carry)) != ""}
 
 
 def can_be(cell: Cell) -> bool:

@@ -212,3 +212,17 @@ def test_bad_layout_is_blamed_on_whose_it_is() -> None:
     assert raised.value.field == "slot_stride"
     with pytest.raises(LocalProtocolError, match="our KV layout: slot_stride"):
         plan([good], bad)
+
+
+def test_layers_in_disorder_are_read_up_to_a_limit() -> None:
+    """A peer's layout may be sound and still cost a decode node seconds to plan for: that is refused."""
+    model = replace(geometry(127), layers=600)
+    target = layout_of(replace(model, block_size=128), BLOCKS)
+    source = layout_of(model, BLOCKS)
+    gaps = [0] + [source.block_stride // 600 * (i * i % 7) for i in range(599)]
+    starts = tuple(start + sum(gaps[: i + 1]) for i, start in enumerate(source.starts))
+    size = source.region_bytes + sum(gaps)
+    source = replace(source, starts=starts, block_stride=size, region_bytes=size * BLOCKS)
+    with pytest.raises(RemoteProtocolError, match="too much disorder") as raised:
+        plan([source], target)
+    assert raised.value.field == "starts"
