@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import PdError
 from pdbus.bus.messages import Sampling
 from pdbus.connector.layout import geometry_for
-from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.cluster import Cluster, Options
 from pdbus.nodes.engines.coded import cell_code, choose, prefix_sums
 from pdbus.nodes.node_process import NodeProcess, descendants
 
@@ -79,11 +80,9 @@ class Site:
         """Everything frozen goes on, everything that has ended is started again, all are linked."""
         for pid in tuple(self._frozen):
             self.thaw(pid)
-        for node in self.cluster.nodes:
-            if not node.running:
-                await self.cluster.restart(node)
-        for node in self.cluster.nodes:
-            await self.cluster.wait_ready(node, WAIT_S)
+        ended = [node for node in self.cluster.nodes if not node.running]
+        await asyncio.gather(*(self.cluster.restart(node) for node in ended))
+        await asyncio.gather(*(self.cluster.wait_ready(node, WAIT_S) for node in self.cluster.nodes))
 
     async def clean(self) -> None:
         """Every node's ledger is."""
@@ -93,9 +92,10 @@ class Site:
 
 
 @contextmanager
-def site_of(prefill: int, decode: int, **arguments: Any) -> Iterator[Site]:
-    with asyncio.Runner() as runner:
-        cluster = Cluster(prefill, decode, **arguments)
+def site_of(prefill: int, decode: int, *, options: Options, **arguments: Any) -> Iterator[Site]:
+    """Killed in the end, so that it leaves its run directories to us."""
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
+        cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
         try:
             runner.run(cluster.start())
             yield Site(runner, cluster)
@@ -132,7 +132,8 @@ def prompt(length: int, salt: int) -> list[int]:
 def expected(tokens: Sequence[int], count: int) -> list[int]:
     """What one node would answer: the coded engine's rule, on no slab."""
     known = list(tokens)
-    read = np.concatenate([cell_code(GEOMETRY, prefix_sums(known)), np.empty((count, 2, 2, 2, 32), np.uint8)])
+    code = cell_code(GEOMETRY, prefix_sums(known))
+    read = np.concatenate([code, np.empty((count, *code.shape[1:]), np.uint8)])
     total = int(prefix_sums(known)[-1])
     for end in range(len(tokens), len(tokens) + count):
         known.append(choose(read[:end], Sampling(), 256))

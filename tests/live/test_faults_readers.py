@@ -66,6 +66,7 @@ async def test_reader_killed_in_mid_read(hurt: Site, round_: int) -> None:
         await until_clean(p)
 
 
+@pytest.mark.long
 @scenario
 async def test_reader_control_killed_in_mid_read(hurt: Site) -> None:
     """Its mover lives on until the read has ended, so that the owner's survives."""
