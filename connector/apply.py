@@ -144,10 +144,15 @@ def scratch_runs(rank: RankPlan, pairing: Pairing) -> Runs:
 
 
 def _expanded(box: Box, source_at: U64, target_at: U64) -> tuple[U64, U64, U64]:
-    """A box's runs for every pair of places."""
-    source, target = _places(box)
-    from_ = (source_at[:, None] + source).reshape(-1)
-    return from_, (target_at[:, None] + target).reshape(-1), np.full(len(from_), box.length, np.uint64)
+    """A box's runs for every pair of places, nearly in order of source: it saves most of a later sort."""
+    order = np.argsort(source_at)
+    places = source_at[order][:, None], target_at[order][:, None]
+    steps = _places(box)
+    if len(order) and steps[0][-1] - steps[0][0] > places[0][-1] - places[0][0]:  # blocks lie inside layers
+        source, target = ((step[:, None] + at.T).reshape(-1) for at, step in zip(places, steps, strict=True))
+    else:
+        source, target = ((at + step).reshape(-1) for at, step in zip(places, steps, strict=True))
+    return source, target, np.full(len(source), box.length, np.uint64)
 
 
 def _together(columns: list[tuple[U64, U64, U64]]) -> Runs:
