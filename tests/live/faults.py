@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,38 +76,46 @@ class Site:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    async def heal(self) -> None:
-        """Everything frozen goes on, everything that has ended is started again, all are linked."""
+    def thaw_all(self) -> None:
         for pid in tuple(self._frozen):
             self.thaw(pid)
+
+    def mend(self) -> None:
+        """After a test: everything goes on or is started again, all are linked, every ledger is clean."""
+        self.thaw_all()
+        self.run(self._whole())
+        self.run(self._clean())
+
+    async def _whole(self) -> None:
         ended = [node for node in self.cluster.nodes if not node.running]
         await asyncio.gather(*(self.cluster.restart(node) for node in ended))
         await asyncio.gather(*(self.cluster.wait_ready(node, WAIT_S) for node in self.cluster.nodes))
 
-    async def clean(self) -> None:
-        """Every node's ledger is."""
+    async def _clean(self) -> None:
         for node in self.cluster.nodes:
             async with Client(node.address) as client:
                 await until_clean(client)
 
 
 @contextmanager
-def site_of(prefill: int, decode: int, *, options: Options, **arguments: Any) -> Iterator[Site]:
-    """Killed in the end, so that it leaves its run directories to us."""
+def site_of(
+    prefill: int,
+    decode: int,
+    *,
+    options: Options,
+    before: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
+    **arguments: Any,
+) -> Iterator[Site]:
+    """`before` is called before the nodes start. They are killed in the end, and leave their run directories to us."""
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
         cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
+        if before is not None:
+            runner.run(before(cluster))
         try:
             runner.run(cluster.start())
             yield Site(runner, cluster)
         finally:
             runner.run(cluster.kill_all())
-
-
-def checked(site: Site) -> Iterator[Site]:
-    """For fixtures: the site, whole and clean again afterwards."""
-    yield site
-    site.run(site.heal())
-    site.run(site.clean())
 
 
 def scenario(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

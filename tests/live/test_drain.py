@@ -26,7 +26,6 @@ from .faults import (
     all_end,
     ask,
     ask_remotely,
-    checked,
     child_of,
     expected,
     pids_of,
@@ -53,7 +52,8 @@ def pair() -> Iterator[Site]:
 @pytest.fixture
 def site(pair: Site) -> Iterator[Site]:
     """1P + 1D over TCP."""
-    yield from checked(pair)
+    yield pair
+    pair.mend()
 
 
 async def ended(node: NodeProcess, below: list[int]) -> int:

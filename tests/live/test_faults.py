@@ -19,10 +19,10 @@ from .faults import (
     SLOW_PREFILL,
     TCP,
     Site,
+    Status,
     all_end,
     ask,
     ask_remotely,
-    checked,
     expected,
     pids_of,
     prompt,
@@ -47,7 +47,8 @@ def pair() -> Iterator[Site]:
 @pytest.fixture
 def hurt(pair: Site) -> Iterator[Site]:
     """1P + 1D over TCP, with slow prefill and short leases."""
-    yield from checked(pair)
+    yield pair
+    pair.mend()
 
 
 @scenario
@@ -151,16 +152,22 @@ async def test_a_request_that_loses_two_workers_is_ended(hurt: Site) -> None:
     """It may be what kills them."""
     async with Client(hurt.d.address) as d:
         generation = d.generate(prompt(50, 20), max_tokens=7000)
+        reading = asyncio.create_task(read_all(generation))
         await kill_worker_in_step(d, await kill_worker_in_step(d))
         with pytest.raises(Broken, match="lost 2 times"):
-            await read_all(generation)
+            await reading
         assert generation.tokens == expected(prompt(50, 20), len(generation.tokens))
         await ask(d, prompt(50, 21))
 
 
 async def kill_worker_in_step(d: Client, last: int = 0) -> int:
-    """Once another worker than the last is ready and has added to the one request. Its pid."""
-    status = await until_status(d, lambda s: s["ready"] and s["pids"]["worker"] != last and s["requests"])
+    """Once another worker than the last has computed for the one request. Its pid."""
+
+    def computes(status: Status) -> bool:
+        running = any(r["state"] == "running" for r in status["requests"])
+        return bool(running and status["ready"] and status["pids"]["worker"] != last)
+
+    status = await until_status(d, computes)
     so_far = status["requests"][0]["generated"]
     await until_status(d, lambda s: s["requests"][0]["generated"] > so_far)
     worker: int = status["pids"]["worker"]

@@ -18,7 +18,6 @@ from .faults import (
     TCP,
     Site,
     ask,
-    checked,
     expected,
     pids_of,
     prompt,
@@ -45,7 +44,8 @@ def single() -> Iterator[Site]:
 @pytest.fixture
 def hurt(single: Site) -> Iterator[Site]:
     """1P + 1D with one running request at a time."""
-    yield from checked(single)
+    yield single
+    single.mend()
 
 
 async def assert_cancelled(generation: Generation) -> None:

@@ -23,7 +23,6 @@ from .faults import (
     ask,
     ask_remotely,
     assert_right,
-    checked,
     expected,
     pids_of,
     prompt,
@@ -53,7 +52,8 @@ def trio(recording: Path) -> Iterator[Site]:
 @pytest.fixture
 def hurt(trio: Site) -> Iterator[Site]:
     """2P + 1D over TCP, recorded."""
-    yield from checked(trio)
+    yield trio
+    trio.mend()
 
 
 async def storm(d: Client, requests: int, cancels: int, salt: int) -> list[str]:
