@@ -157,8 +157,11 @@ def _shown(known: Known, dial: Dial | None) -> Peer:
     peer = replace(known.record(), called_at=dial.address, calling=dial.state in UNDERWAY)
     if known.state not in (DEAD, LEFT):
         return peer
-    state = PeerState.REFUSED if dial.state is DialState.REFUSED else known.state
-    return replace(peer, state=state, reason=dial.reason or known.reason)
+    if dial.state is DialState.REFUSED:
+        return replace(peer, state=PeerState.REFUSED, reason=dial.reason)
+    if known.reason and dial.reason not in ("", known.reason):
+        return replace(peer, reason=f"{known.reason} (called again: {dial.reason})")
+    return replace(peer, reason=known.reason or dial.reason)
 
 
 def _shown_dial(dial: Dial) -> Peer:
