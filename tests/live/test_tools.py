@@ -66,6 +66,13 @@ def test_status_for_scripts(lone: Lone, d: NodeProcess) -> None:
     assert status["metrics"]["bus_received_total"] > 0
 
 
+def test_metrics_tell_counters_from_gauges(lone: Lone, d: NodeProcess) -> None:
+    said = lone.web.get(f"{d.http}/metrics").text
+    for kind, name in (("counter", "bus_received_total"), ("counter", "bus_bad_body_total"), ("gauge", "kv_blocks")):
+        assert f"# TYPE pdbus_{name} {kind}\n" in said
+    assert "\npdbus_kv_blocks 128.0\n" in said and "\npdbus_node_up 1.0\n" in said
+
+
 def test_the_ledger_is_an_exit_status_too(lone: Lone, d: NodeProcess) -> None:
     result = pd("status", d.address, "--ledger")
     assert (result.returncode, result.stdout.splitlines()[0]) == (0, "clean: every block is free or cached")
