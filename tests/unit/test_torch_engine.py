@@ -224,7 +224,7 @@ def test_damaged_weights_are_named(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="--model: .*weights are damaged"):
+    with pytest.raises(ConfigError, match=r"--model: .*weights are damaged"):
         load(tmp_path, blocks=2).engine.warm_up()
 
 
