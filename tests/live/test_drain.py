@@ -129,7 +129,7 @@ async def test_a_prefill_node_waits_for_its_leases(site: Site) -> None:
         site.freeze(mover)
         task = asyncio.create_task(ask(d, prompt(3 * CHUNK, 3)))
         await until_fetch(d, lambda f: f["reads"])
-        site.p.signal(signal.SIGTERM)
+        await p.drain()
         await until_status(d, lambda s: s["peers"][0]["draining"])
         assert (await ask(d, prompt(20, 3))).finished.timeline.attempts == 0
         site.thaw(mover)
@@ -189,6 +189,7 @@ async def test_a_node_whose_worker_cannot_be_started_ends_loudly(site: Site) -> 
     assert site.d.tail[-1].startswith("pd-node: the worker ended 3 times in a row")
 
 
+@pytest.mark.long
 @scenario
 async def test_a_signal_during_the_start_leaves_nothing(site: Site) -> None:
     node = site.p
@@ -228,9 +229,8 @@ async def test_a_killed_decode_node_starts_again_at_once_on_its_ports(site: Site
     streaming = asyncio.create_task(post(site.d, {"prompt": "hello", "max_tokens": 7000, "stream": True}))
     async with Client(site.d.address) as d:
         await until_status(d, lambda s: s["requests"])
-    await site.cluster.kill(site.d)
-    await site.cluster.restart(site.d)
-    await asyncio.gather(streaming, return_exceptions=True)
-    await all_end(below)
-    async with Client(site.d.address) as d:
+        await site.cluster.kill(site.d)
+        await site.cluster.restart(site.d)
+        assert b"[DONE]" not in (await streaming)[1]
+        await all_end(below)
         await ask_remotely(d, 7)

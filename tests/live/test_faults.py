@@ -175,6 +175,7 @@ async def kill_worker_in_step(d: Client, last: int = 0) -> int:
     return worker
 
 
+@pytest.mark.long
 @scenario
 async def test_decode_mover_frozen_while_it_reads(hurt: Site) -> None:
     async with Client(hurt.d.address) as d:
@@ -234,6 +235,7 @@ async def claiming(site: Site, d: Client, children: dict[str, int], asked: list[
     return task
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
