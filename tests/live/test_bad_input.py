@@ -148,7 +148,7 @@ def test_http_does_not_know_another_model(lone: Lone, d: NodeProcess) -> None:
 
 def test_http_of_a_prefill_node_sends_clients_to_a_decode_node(lone: Lone, p: NodeProcess) -> None:
     response = lone.web.post(p.http + COMPLETION, json=hi())
-    assert response.status_code == 400
+    assert response.status_code == 421
     assert "decode node" in response.json()["error"]["message"]
 
 
