@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import time
 from collections import deque
@@ -37,9 +36,9 @@ from pdbus.bus.publisher import Publisher
 from pdbus.bus.recorder import Recorder
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
-from pdbus.connector.channel import make_run_directory
 from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.process import Exit
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 
 from . import events as ev
@@ -72,15 +71,15 @@ def run_node(config: NodeConfig) -> int:
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
     slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
-    directory = make_run_directory(config.run_dir)
+    directory = RunDirectory(config.run_dir)
     try:
-        control = Control(config, setup, slab, directory)
+        control = Control(config, setup, slab, directory.path)
         try:
             return await control.run()
         finally:
             await control.close()
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.close()
         slab.close()
 
 
