@@ -362,7 +362,7 @@ class NodeCore:
             self.pool.reset()
 
     def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        self.peers.added(event.peer, event.problem)
+        self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
         request = self._reads.pop(event.read, None)
@@ -418,6 +418,7 @@ class NodeCore:
     def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(self._load(), now, out)
         self._membership(ms.Tick(), now, out)
+        out += self.peers.tick(now)
         out += self.prefills.handle(ho.OfferTick(), now)
         self._fetch(ho.FetchTick(), now, out)
         while (request := self.requests.overdue(now)) is not None:

@@ -269,7 +269,10 @@ class Mover:
             return
         if peer in self.peers:
             raise Violation(f"{self.node.name}: the mover is told of {peer} twice")
-        life, alive = self.life, agent.name in self.agents
+        life, alive = (
+            self.life,
+            agent.name in self.agents and not self.world.chance(self.node.cluster.plan.failing_adds),
+        )
         self.peers[peer] = agent.name
 
         def added() -> None:

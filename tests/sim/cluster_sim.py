@@ -63,11 +63,12 @@ class Plan(NamedTuple):
     slow_reads: float = 0.0
     stuck_reads: float = 0.0  # until either mover ends
     failing_reads: float = 0.0
+    failing_adds: float = 0.0  # of a peer's agent
     failing_rows: float = 0.0
     rude: float = 0.0  # clients that cancel, vanish, do not read, or have little time
 
     def calm(self) -> Plan:
-        return self._replace(slow_reads=0.0, stuck_reads=0.0, failing_reads=0.0, failing_rows=0.0)
+        return self._replace(slow_reads=0.0, stuck_reads=0.0, failing_reads=0.0, failing_adds=0.0, failing_rows=0.0)
 
 
 class Client:
@@ -361,6 +362,7 @@ def plan_of(seed: int) -> Plan:
         slow_reads=r.choice((0.0, 0.2)),
         stuck_reads=r.choice((0.0, 0.0, 0.05)),
         failing_reads=r.choice((0.0, 0.1)),
+        failing_adds=r.choice((0.0, 0.2)),
         failing_rows=r.choice((0.0, 0.0, 0.02)),
         rude=r.choice((0.0, 0.4)),
     )
