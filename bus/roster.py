@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .compatibility import describe, differences
 from .dials import UNDERWAY, Dial, Dials, DialState
 from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
@@ -9,6 +11,7 @@ from .members import HelloReceived, MembershipConfig, Peer, PeerState
 from .messages import Hello, Member, Refused
 from .wire import Header, replace
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as --name: it stands in logs, metrics and file names
 HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a hello
 
 
@@ -93,8 +96,8 @@ class Roster:
             return "this is the node itself"
         if header.from_ == self._config.name:
             return f"the name {header.from_} is taken by this node"
-        if not header.from_ or not header.from_inc:
-            return "a name and an incarnation are needed in the header"
+        if not header.from_inc or not NAME.fullmatch(header.from_):
+            return "the header needs an incarnation, and a name of up to 64 letters, digits, . _ -"
         if self.is_retired(header.from_inc, now_ns):
             return f"this incarnation is retired: another node named {header.from_} came after it"
         return ""
@@ -121,7 +124,7 @@ class Roster:
 
     def turn_away(self, header: Header, hello: Hello, reason: str) -> bool:
         """Remember a node that called and was refused. Whether that is news."""
-        if hello.geometry is None or header.from_ in ("", self._config.name):
+        if hello.geometry is None or header.from_ == self._config.name or not NAME.fullmatch(header.from_):
             return False
         before = self._turned_away.get(header.from_)
         while len(self._turned_away) >= self._config.turned_away_max:
@@ -157,8 +160,11 @@ def _shown(known: Known, dial: Dial | None) -> Peer:
     peer = replace(known.record(), called_at=dial.address, calling=dial.state in UNDERWAY)
     if known.state not in (DEAD, LEFT):
         return peer
-    state = PeerState.REFUSED if dial.state is DialState.REFUSED else known.state
-    return replace(peer, state=state, reason=dial.reason or known.reason)
+    if dial.state is DialState.REFUSED:
+        return replace(peer, state=PeerState.REFUSED, reason=dial.reason)
+    if known.reason and dial.reason not in ("", known.reason):
+        return replace(peer, reason=f"{known.reason} (called again: {dial.reason})")
+    return replace(peer, reason=known.reason or dial.reason)
 
 
 def _shown_dial(dial: Dial) -> Peer:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import time
 from collections import deque
@@ -22,27 +21,27 @@ import zmq
 
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
-from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError, RequestError
-from pdbus.bus.hashing import block_hashes, prompt_digest
+from pdbus.bus.errors import Broken, ConfigError
+from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Agent, FirstToken, Hello, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
-from pdbus.bus.wire import decode, encode, pack_u32, unpack_u32
+from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
-from pdbus.connector.channel import make_run_directory
 from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.process import Exit
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 
 from . import events as ev
 from . import report
 from .binding import bind_bus
+from .checks import check_first_tokens, checked_prompt
 from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
-from .limits import check_sampling
 from .recording import NodeRecorder
 from .scheduler import Limits
 from .setup import Setup, set_up, worker_args
@@ -66,15 +65,15 @@ def run_node(config: NodeConfig) -> int:
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
     slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
-    directory = make_run_directory(config.run_dir)
+    directory = RunDirectory(config.run_dir)
     try:
-        control = Control(config, setup, slab, directory)
+        control = Control(config, setup, slab, directory.path)
         try:
             return await control.run()
         finally:
             await control.close()
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.close()
         slab.close()
 
 
@@ -258,11 +257,12 @@ class Control:
             return
         message = received.message
         if isinstance(message, PrefillRequest):
-            prompt, hashes = _checked_prompt(received, self.setup)
+            prompt, hashes = checked_prompt(received, self.setup)
             self._prompts[message.try_] = prompt
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message, block_hashes=hashes))
             self._prompts.pop(message.try_, None)
         else:
+            check_first_tokens(message, self.setup)
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
 
     def _on_link_lost(self, link: str) -> None:
@@ -502,29 +502,6 @@ class Control:
             deterministic=c.deterministic,
         )
         return MembershipConfig(name=c.name, incarnation=self.incarnation, hello=hello)
-
-
-def _checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[bytes, ...]]:
-    """The prompt of a prefill.request, as its digest and length promise, and the hashes of its full blocks."""
-    message = received.message
-    assert isinstance(message, PrefillRequest)
-    prompt = received.raw[0] if received.raw else b""
-    if len(prompt) != 4 * message.prompt_tokens or not prompt:
-        raise RemoteProtocolError(
-            f"{len(prompt)} bytes of prompt for {message.prompt_tokens} tokens", kind=message.KIND, field="raw"
-        )
-    if prompt_digest(prompt) != message.prompt_digest:
-        raise RemoteProtocolError("the prompt does not match its digest", kind=message.KIND, field="prompt_digest")
-    try:
-        check_sampling(message.sampling)
-    except RequestError as e:
-        raise RemoteProtocolError(str(e), kind=message.KIND, field=f"sampling.{e.param}") from None
-    ids = unpack_u32(prompt)
-    if max(ids) >= setup.vocab_size:
-        raise RemoteProtocolError(
-            f"token id {max(ids)} is outside the vocabulary of {setup.vocab_size}", kind=message.KIND, field="raw"
-        )
-    return prompt, block_hashes(ids, setup.geometry.block_size)
 
 
 _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {

@@ -89,7 +89,7 @@ class NodeCore:
             choose=self._choose,
         )
         self._seqs = 0
-        self._reads: dict[int, bytes] = {}  # reads in flight: whose they are
+        self._reads: dict[int, tuple[bytes, int]] = {}  # reads in flight: of which request and attempt
         self._drained = False
 
     # ------------------------------------------------------------ the door
@@ -274,8 +274,7 @@ class NodeCore:
 
     def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
         """Without a mover nobody would ever report it: `_serve` ends it."""
-        self._reads[read.read] = read.request
-        self.requests.read_posted(read.request, now)
+        self._reads[read.read] = read.request, self.requests.read_posted(read.request, now)
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(
@@ -365,12 +364,12 @@ class NodeCore:
             self.pool.reset()
 
     def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        self.peers.added(event.peer, event.problem)
+        self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        request = self._reads.pop(event.read, None)
-        if request is not None:
-            self.requests.read_ended(request, event.bytes, event.transfer_ns, now)
+        whose = self._reads.pop(event.read, None)
+        if whose is not None:
+            self.requests.read_ended(*whose, event.bytes, event.transfer_ns, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:
@@ -421,6 +420,7 @@ class NodeCore:
     def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(self._load(), now, out)
         self._membership(ms.Tick(), now, out)
+        out += self.peers.tick(now)
         out += self.prefills.handle(ho.OfferTick(), now)
         self._fetch(ho.FetchTick(), now, out)
         while (request := self.requests.overdue(now)) is not None:

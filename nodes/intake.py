@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
@@ -36,13 +35,14 @@ from pdbus.bus.messages import (
     TokenLogprob,
 )
 from pdbus.bus.ports import parse_address
-from pdbus.bus.wire import pack_u32, replace, unpack_u32
+from pdbus.bus.wire import pack_u32, replace
 from pdbus.connector import ipc
 
 from . import events as ev
 from . import report
 from .answer import Answer
 from .limits import check_sampling
+from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
 
@@ -59,12 +59,12 @@ log = logging.getLogger("pdbus.intake")
 
 
 class Intake:
-    """The answers under way, and a thread that tokenizes."""
+    """The answers under way."""
 
     def __init__(self, control: Control, tokenizer: Tokenizer) -> None:
         self._control = control
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._reader = PromptReader(tokenizer, control.setup.vocab_size)
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
         self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
@@ -100,7 +100,7 @@ class Intake:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
 
     # ------------------------------------------------------------ generate
 
@@ -132,7 +132,7 @@ class Intake:
         arrived = time.monotonic_ns()
         try:
             sampling = self._checked_sampling(message)
-            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
+            prompt = await self._reader.read(message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
             if self._control.ended:
                 raise Closed(f"node {self._control.config.name} has ended")
@@ -170,24 +170,6 @@ class Intake:
                 credit=message.credit,
             )
         )
-
-    def _prompt_ids(self, message: Generate) -> Sequence[int]:
-        given = [name for name in ("text", "messages", "tokens") if getattr(message, name) is not None]
-        if len(given) != 1:
-            raise RequestError("give exactly one of text, messages and tokens", param="prompt")
-        if message.messages is not None:
-            ids: Sequence[int] = self._tokenizer.chat(message.messages)
-        elif message.text is not None:
-            ids = self._tokenizer.encode(message.text) if message.text else ()
-        else:
-            assert message.tokens is not None
-            ids = unpack_u32(message.tokens)
-        if not ids:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-        vocabulary = self._control.setup.vocab_size
-        if max(ids) >= vocabulary:
-            raise RequestError(f"token id {max(ids)} is outside the vocabulary of {vocabulary}", param="prompt")
-        return ids
 
     def _checked_sampling(self, message: Generate) -> Sampling:
         s = message.sampling

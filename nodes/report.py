@@ -11,6 +11,8 @@ from .core import NodeCore
 from .decode import Request
 from .peers import LOADING
 
+NEWS_CHARS_MAX = 1000
+
 
 def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
     """Every block and lease accounted for; clean when nothing but free and cached blocks is left."""
@@ -115,6 +117,10 @@ def waiting(core: NodeCore, address: str) -> str:
 
 def news(event: str, data: dict[str, Any]) -> str:
     """One line for the log about what happened to another node; '' for what is no news to people."""
+    return " ".join(_news(event, data).split())[:NEWS_CHARS_MAX]  # much of it is what that node says of itself
+
+
+def _news(event: str, data: dict[str, Any]) -> str:
     who = data["node"] or data.get("address", "")
     match event:
         case "node.up":

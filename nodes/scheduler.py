@@ -40,7 +40,7 @@ class Sequence:
     growing: bool  # decodes, and so needs more blocks; a prefill for another node never does
     sample_prompt: bool  # sample after the prompt's last position
     sent_blocks: int = 0  # how much of `blocks` the worker's table has
-    reset: bool = False  # the worker's table is of blocks that were given up
+    reset: bool = False  # the worker's table may be of blocks that were given up
     published: int = 0  # full prompt blocks offered to the prefix cache
 
     @property
@@ -125,14 +125,17 @@ class Scheduler:
         return plan
 
     def end_step(self, step: int, failed: Collection[int] = ()) -> list[Progress]:
-        """The step is over: what it computed counts for the sequences that are still there. What it computed for the
-        `failed` ones is not to be shared."""
+        """The step is over: what it computed counts for the sequences that are still there. Nothing of the `failed`
+        ones is shared from now on."""
         if step != self._step or not self._rows:
             return []
         rows, self._rows = self._rows, {}
         self._pool.drop(self._held, Holder.IN_STEP)
         self._held = []
-        return [self._advance(row, seq not in failed) for seq, row in rows.items() if seq in self._sequences]
+        for seq in failed:
+            if seq in self._sequences:
+                self._sequences[seq].block_hashes = ()
+        return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
 
     def abandon_step(self) -> list[int]:
         """The worker is gone and wrote its last: nothing of the step counts. Returns whose step it was."""
@@ -163,12 +166,12 @@ class Scheduler:
         s.sent_blocks, s.reset = len(s.blocks), False
         return row
 
-    def _advance(self, row: StepRow, good: bool) -> Progress:
+    def _advance(self, row: StepRow) -> Progress:
         s = self._sequences[row.seq]
         s.computed += row.count
         s.known += row.sample
         full = min(s.computed, s.prompt_tokens) // self._pool.block_size
-        for i in range(s.published, min(full, len(s.block_hashes)) if good else 0):
+        for i in range(s.published, min(full, len(s.block_hashes))):
             self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
         s.published = max(s.published, full)
         return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=row.sample)
@@ -189,14 +192,6 @@ class Scheduler:
             return False
         victim = max(younger, key=lambda s: s.order)
         del self._sequences[victim.seq]
-        give_up_blocks(victim, self._pool)
+        self._pool.drop(victim.blocks, Holder.HELD)
         plan.preempted.append(victim)
         return True
-
-
-def give_up_blocks(s: Sequence, pool: BlockPool) -> None:
-    """Let go of a sequence's blocks: all its known tokens are computed again later, into others."""
-    pool.drop(s.blocks, Holder.HELD)
-    s.blocks = []
-    s.computed = s.sent_blocks = s.published = 0
-    s.reset = True

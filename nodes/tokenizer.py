@@ -190,11 +190,13 @@ class HFTokenizer:
 
     def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
         try:
-            ids: list[int] = self._tokenizer.encode(_checked_text(text, param), add_special_tokens=special).ids
+            # A batch's calls let go of Python's lock while they work; `encode` would stop the node for seconds.
+            [encoded] = self._tokenizer.encode_batch_fast([_checked_text(text, param)], add_special_tokens=special)
         except RequestError:
             raise
         except Exception as e:  # the package raises bare Exception, for text that has no token
             raise RequestError(f"{param}: the model's tokenizer does not take it: {e}", param=param) from None
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from pdbus.bus.errors import Broken, ConfigError
 from .cluster import Cluster
 from .config import DEMO_MODEL, load
 from .node_process import NodeProcess
+from .setup import set_up
 
 __all__ = ["Cluster", "run_up", "serve"]
 
@@ -37,7 +38,11 @@ def run_up(
     if decode + both == 0:
         raise ConfigError("--decode", "no node would answer requests; give at least 1, or --both 1")
     options = with_model(settings)
-    load({**options, "role": "both"}, _environment(), file=config)  # one clear line instead of one from every node
+    chosen = load({**options, "role": "both"}, _environment(), file=config)
+    try:
+        set_up(chosen)  # one clear line instead of one from every node
+    except ConfigError as e:
+        raise chosen.as_written(e) from None
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,

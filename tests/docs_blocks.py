@@ -29,7 +29,7 @@ _LOOSE = (
     (re.compile(r'("(?:content|text|model|finish_reason)":)(?:"(?:[^"\\]|\\.)*"|null)'), r'\1"*"'),
     (re.compile(r"^(model|engine) +\S+"), r"\1 *"),
     (re.compile(r"\b[0-9a-f]{6,}\b"), "#"),
-    (re.compile(r"\d+(?:\.\d+)?"), "#"),
+    (re.compile(r"(?<![\w-])\d+(?:\.\d+)?"), "#"),  # but not in names: prefill-1
     (re.compile(r"\s+"), " "),
 )
 _PORT = re.compile(r"127\.0\.0\.1:(\d+)")

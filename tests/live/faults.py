@@ -8,7 +8,8 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import PdError
 from pdbus.bus.messages import Sampling
 from pdbus.connector.layout import geometry_for
-from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.cluster import Cluster, Options
 from pdbus.nodes.engines.coded import cell_code, choose, prefix_sums
 from pdbus.nodes.node_process import NodeProcess, descendants
 
@@ -75,39 +76,46 @@ class Site:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    async def heal(self) -> None:
-        """Everything frozen goes on, everything that has ended is started again, all are linked."""
+    def thaw_all(self) -> None:
         for pid in tuple(self._frozen):
             self.thaw(pid)
-        for node in self.cluster.nodes:
-            if not node.running:
-                await self.cluster.restart(node)
-        for node in self.cluster.nodes:
-            await self.cluster.wait_ready(node, WAIT_S)
 
-    async def clean(self) -> None:
-        """Every node's ledger is."""
+    def mend(self) -> None:
+        """After a test: everything goes on or is started again, all are linked, every ledger is clean."""
+        self.thaw_all()
+        self.run(self._whole())
+        self.run(self._clean())
+
+    async def _whole(self) -> None:
+        ended = [node for node in self.cluster.nodes if not node.running]
+        await asyncio.gather(*(self.cluster.restart(node) for node in ended))
+        await asyncio.gather(*(self.cluster.wait_ready(node, WAIT_S) for node in self.cluster.nodes))
+
+    async def _clean(self) -> None:
         for node in self.cluster.nodes:
             async with Client(node.address) as client:
                 await until_clean(client)
 
 
 @contextmanager
-def site_of(prefill: int, decode: int, **arguments: Any) -> Iterator[Site]:
-    with asyncio.Runner() as runner:
-        cluster = Cluster(prefill, decode, **arguments)
+def site_of(
+    prefill: int,
+    decode: int,
+    *,
+    options: Options,
+    before: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
+    **arguments: Any,
+) -> Iterator[Site]:
+    """`before` is called before the nodes start. They are killed in the end, and leave their run directories to us."""
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
+        cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
+        if before is not None:
+            runner.run(before(cluster))
         try:
             runner.run(cluster.start())
             yield Site(runner, cluster)
         finally:
             runner.run(cluster.kill_all())
-
-
-def checked(site: Site) -> Iterator[Site]:
-    """For fixtures: the site, whole and clean again afterwards."""
-    yield site
-    site.run(site.heal())
-    site.run(site.clean())
 
 
 def scenario(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -132,7 +140,8 @@ def prompt(length: int, salt: int) -> list[int]:
 def expected(tokens: Sequence[int], count: int) -> list[int]:
     """What one node would answer: the coded engine's rule, on no slab."""
     known = list(tokens)
-    read = np.concatenate([cell_code(GEOMETRY, prefix_sums(known)), np.empty((count, 2, 2, 2, 32), np.uint8)])
+    code = cell_code(GEOMETRY, prefix_sums(known))
+    read = np.concatenate([code, np.empty((count, *code.shape[1:]), np.uint8)])
     total = int(prefix_sums(known)[-1])
     for end in range(len(tokens), len(tokens) + count):
         known.append(choose(read[:end], Sampling(), 256))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterator
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -107,7 +109,12 @@ class Lone:
             self.ask(node, lambda client: until(lambda: is_clean(client)))
 
     def stop(self, *nodes: NodeProcess) -> None:
-        for node in nodes or tuple(self.nodes):
+        """Ends these, or all: drained, since nothing runs any more; what does not end is killed."""
+        ending = nodes or tuple(self.nodes)
+        for node in ending:
+            node.signal(signal.SIGTERM)
+        self.run(ended(ending))
+        for node in ending:
             node.kill_all()
             self.run(node.wait())
             self.run(node.close())
@@ -116,6 +123,12 @@ class Lone:
     def close(self) -> None:
         self.stop()
         self.web.close()
+
+
+async def ended(nodes: Sequence[NodeProcess]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(node.wait() for node in nodes))
 
 
 async def until(found: Callable[[], Awaitable[T]]) -> T:

@@ -33,7 +33,6 @@ WAIT_S = 40.0  # for a server to print what it should, or a command to end, on a
 RETRY_S = 10.0  # for what a page shows of a state that takes a moment
 RETRIED = ("pd status", "pd-replay")
 PORTS = re.compile(r"\b(7[45]\d\d|80[89]\d)\b")  # what pages use; each reserves the one after it, for events
-INTERRUPTED = (0, -signal.SIGINT, 130)
 
 
 class Server:
@@ -102,7 +101,9 @@ class Reader:
 
     def _type(self, command: Typed, where: str, environment: dict[str, str]) -> None:
         if command.command == "^C":
-            assert self.servers.pop().end(signal.SIGINT) in INTERRUPTED, where
+            server = self.servers.pop()
+            assert server.end(signal.SIGINT) == 0, where
+            assert not server.missing(command.expected, self.names), (where, server.lines)
         elif command.is_server:
             self.servers.append(Server(self._real(command.command), self.folder, environment))
             self._until(lambda: self._server_lacks(command), WAIT_S, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,20 +12,20 @@ from collections.abc import Iterator
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.bus.errors import Closed
+from pdbus.bus.errors import Broken, Closed
 from pdbus.bus.ports import is_free
 from pdbus.nodes.node_process import NodeProcess, descendants
 
 from .faults import (
     CHUNK,
     OPTIONS,
+    POLL_S,
     SLOW_PREFILL,
     TCP,
     Site,
     all_end,
     ask,
     ask_remotely,
-    checked,
     child_of,
     expected,
     pids_of,
@@ -51,7 +52,8 @@ def pair() -> Iterator[Site]:
 @pytest.fixture
 def site(pair: Site) -> Iterator[Site]:
     """1P + 1D over TCP."""
-    yield from checked(pair)
+    yield pair
+    pair.mend()
 
 
 async def ended(node: NodeProcess, below: list[int]) -> int:
@@ -127,7 +129,7 @@ async def test_a_prefill_node_waits_for_its_leases(site: Site) -> None:
         site.freeze(mover)
         task = asyncio.create_task(ask(d, prompt(3 * CHUNK, 3)))
         await until_fetch(d, lambda f: f["reads"])
-        site.p.signal(signal.SIGTERM)
+        await p.drain()
         await until_status(d, lambda s: s["peers"][0]["draining"])
         assert (await ask(d, prompt(20, 3))).finished.timeline.attempts == 0
         site.thaw(mover)
@@ -154,6 +156,40 @@ async def test_a_second_signal_ends_a_prefill_node_with_its_leases(site: Site) -
         assert await ended(site.p, below) == 0
 
 
+@scenario
+async def test_all_nodes_drain_together_under_load(site: Site) -> None:
+    """What was admitted ends right, although the prefill node takes nothing new and may leave first."""
+    below = {node.name: watch(descendants(node.pid)) for node in site.cluster.nodes}
+    async with Client(site.d.address) as d:
+        tasks = [asyncio.create_task(ask(d, prompt(1 + 29 * i, 5), 20)) for i in range(16)]
+        await until_status(d, lambda s: len(s["requests"]) == 16)
+        for node in site.cluster.nodes:
+            node.signal(signal.SIGTERM)
+        await asyncio.gather(*tasks)
+        for node in site.cluster.nodes:
+            assert await ended(node, below[node.name]) == 0
+
+
+@scenario
+async def test_a_node_whose_worker_cannot_be_started_ends_loudly(site: Site) -> None:
+    below = watch(descendants(site.d.pid))
+    async with Client(site.d.address) as d:
+        generation = d.generate(prompt(20, 6), max_tokens=7000)
+        await anext(generation)
+        killed = 0
+        while site.d.running:
+            with contextlib.suppress(AssertionError, OSError):
+                if (worker := child_of(site.d, "nodes.worker")) != killed:
+                    os.kill(worker, signal.SIGKILL)
+                    killed = worker
+            await asyncio.sleep(POLL_S)
+        with pytest.raises(Broken, match="decode-1 has failed"):
+            await read_all(generation)
+    assert await ended(site.d, below) == 1
+    assert site.d.tail[-1].startswith("pd-node: the worker ended 3 times in a row")
+
+
+@pytest.mark.long
 @scenario
 async def test_a_signal_during_the_start_leaves_nothing(site: Site) -> None:
     node = site.p
@@ -193,9 +229,8 @@ async def test_a_killed_decode_node_starts_again_at_once_on_its_ports(site: Site
     streaming = asyncio.create_task(post(site.d, {"prompt": "hello", "max_tokens": 7000, "stream": True}))
     async with Client(site.d.address) as d:
         await until_status(d, lambda s: s["requests"])
-    await site.cluster.kill(site.d)
-    await site.cluster.restart(site.d)
-    await asyncio.gather(streaming, return_exceptions=True)
-    await all_end(below)
-    async with Client(site.d.address) as d:
+        await site.cluster.kill(site.d)
+        await site.cluster.restart(site.d)
+        assert b"[DONE]" not in (await streaming)[1]
+        await all_end(below)
         await ask_remotely(d, 7)

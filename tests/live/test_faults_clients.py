@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdbus.bus.client import Client, Generation
-from pdbus.bus.errors import PdError
+from pdbus.bus.errors import DeadlineExceeded, PdError
 
 from .faults import (
     CHUNK,
@@ -18,13 +18,13 @@ from .faults import (
     TCP,
     Site,
     ask,
-    checked,
     expected,
     pids_of,
     prompt,
     read_all,
     scenario,
     site_of,
+    until_clean,
     until_fetch,
     until_status,
 )
@@ -44,7 +44,8 @@ def single() -> Iterator[Site]:
 @pytest.fixture
 def hurt(single: Site) -> Iterator[Site]:
     """1P + 1D with one running request at a time."""
-    yield from checked(single)
+    yield single
+    single.mend()
 
 
 async def assert_cancelled(generation: Generation) -> None:
@@ -110,6 +111,44 @@ async def test_cancel_while_it_runs(hurt: Site) -> None:
 
 
 @scenario
+async def test_a_deadline_ends_a_request_that_waits_or_runs(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d:
+        running = d.generate(prompt(20, 10), max_tokens=LONG, deadline_ms=600)
+        waiting = d.generate(prompt(20, 11), max_tokens=LONG, deadline_ms=300)
+        for generation, state in ((waiting, "waiting"), (running, "running")):
+            with pytest.raises(DeadlineExceeded, match=state):
+                await read_all(generation)
+        assert running.tokens == expected(prompt(20, 10), len(running.tokens))
+
+
+@scenario
+async def test_a_deadline_ends_a_request_that_is_read(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        mover = (await pids_of(p))["mover"]
+        hurt.freeze(mover)
+        with pytest.raises(DeadlineExceeded):
+            await read_all(d.generate(prompt(2 * CHUNK, 12), max_tokens=LONG, deadline_ms=500))
+        assert (await p.ledger()).ledger["leases"] == 0
+        hurt.thaw(mover)
+
+
+@scenario
+async def test_a_decode_node_frozen_longer_than_its_lease_computes_again(hurt: Site) -> None:
+    """It reads on where nothing is promised any more, and its claim is not granted."""
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        mine, theirs = await pids_of(d), await pids_of(p)
+        hurt.freeze(theirs["mover"])
+        task = asyncio.create_task(ask(d, prompt(2 * CHUNK, 13)))
+        await until_fetch(d, lambda f: f["reads"] and f["first_token"])
+        hurt.freeze(mine["control"])
+        await until_clean(p)
+        hurt.thaw(theirs["mover"])
+        hurt.thaw(mine["control"])
+        timeline = (await task).finished.timeline
+        assert (timeline.attempts, timeline.remote) == (1, False)
+
+
+@scenario
 async def test_a_client_that_never_reads_is_cut_off(hurt: Site) -> None:
     async with Client(hurt.d.address, credit=16) as d:
         generation = d.generate(prompt(20, 7), max_tokens=LONG)
@@ -160,7 +199,9 @@ async def test_an_http_client_that_hangs_up_is_cleaned_up_after(hurt: Site) -> N
 
 @scenario
 async def test_twenty_at_once_with_short_leases_and_one_running(hurt: Site) -> None:
-    """Nineteen wait, much longer than a lease: none asks for a prefill that it could not use in time."""
+    """Most wait much longer than a lease lasts: none asks for a prefill that it could not use in time."""
     async with Client(hurt.d.address) as d:
-        answers = await asyncio.gather(*(ask(d, prompt(30 + i, 9), 200) for i in range(20)))
-    assert all(a.finished.timeline.remote for a in answers)
+        began = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(*(ask(d, prompt(200 + i, 9), 40) for i in range(20)))
+        assert asyncio.get_running_loop().time() - began > 4  # two leases
+    assert all(a.finished.timeline.remote and a.finished.timeline.attempts == 1 for a in answers)

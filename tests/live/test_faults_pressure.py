@@ -17,7 +17,6 @@ from .faults import (
     B,
     Site,
     ask,
-    checked,
     prompt,
     read_all,
     scenario,
@@ -39,7 +38,8 @@ def small() -> Iterator[Site]:
 @pytest.fixture
 def tight(small: Site) -> Iterator[Site]:
     """1P with 10 blocks, 1D with 12."""
-    yield from checked(small)
+    yield small
+    small.mend()
 
 
 @scenario

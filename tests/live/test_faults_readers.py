@@ -16,7 +16,6 @@ from .faults import (
     Site,
     ask,
     ask_remotely,
-    checked,
     pids_of,
     prompt,
     scenario,
@@ -37,7 +36,8 @@ def readers() -> Iterator[Site]:
 @pytest.fixture
 def hurt(readers: Site) -> Iterator[Site]:
     """1P + 2D over TCP."""
-    yield from checked(readers)
+    yield readers
+    readers.mend()
 
 
 @pytest.mark.parametrize("round_", [0, *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 6))])
@@ -66,6 +66,7 @@ async def test_reader_killed_in_mid_read(hurt: Site, round_: int) -> None:
         await until_clean(p)
 
 
+@pytest.mark.long
 @scenario
 async def test_reader_control_killed_in_mid_read(hurt: Site) -> None:
     """Its mover lives on until the read has ended, so that the owner's survives."""

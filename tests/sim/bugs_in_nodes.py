@@ -15,7 +15,7 @@ from pdbus.nodes.decode import Request, Requests, Source
 from pdbus.nodes.scheduler import Scheduler
 
 from .bugs import BUGS
-from .cluster_sim import Plan
+from .cluster_sim import Fault, Plan
 from .cluster_world import S, Weather
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -24,9 +24,16 @@ CALM = Plan(requests=6)
 STORM = Plan(
     requests=10, prefill_blocks=60, decode_blocks=60, weather=Weather(0.25, 0.1, 0.3), slow_reads=0.2, failing_reads=0.3
 )
-DEATHS = Plan(requests=12, faults=6, kinds=("worker", "mover"), weather=Weather(0.1, 0.1, 0.4), horizon_ns=2 * S)
-CROWD = Plan(requests=20, prefill_nodes=1, prefill_blocks=120, decode_blocks=120, horizon_ns=S // 2)
-LONG_STORM = STORM._replace(requests=12, horizon_ns=6 * S)
+DEATHS = Plan(
+    requests=12,
+    weather=Weather(0.1, 0.1, 0.4),
+    faults=tuple(
+        Fault(kind, node, at_ns=S + n * S // 4)
+        for n, (kind, node) in enumerate((kind, node) for node in ("p1", "p2", "d1") for kind in ("worker", "mover"))
+    ),
+)
+CROWD = Plan(requests=20, prefill_nodes=1, prefill_blocks=120, decode_blocks=120, horizon_ns=3 * S // 2)
+LONG_STORM = STORM._replace(requests=12, horizon_ns=7 * S)
 CANCELS = Plan(requests=12, rude=1.0, slow_reads=0.5)
 LOST_CANCELS = Plan(requests=8, rude=1.0, weather=Weather(lost=0.6), slow_reads=0.5)
 
@@ -122,11 +129,11 @@ def a_wake_up_is_lost(patch: pytest.MonkeyPatch) -> None:
 def a_block_is_shared_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler._advance
 
-    def early(self: Scheduler, row: Any, good: bool) -> Any:
+    def early(self: Scheduler, row: Any) -> Any:
         s = self._sequences[row.seq]
         for i, block_hash in enumerate(s.block_hashes[: len(s.blocks)]):
             self._pool.publish(s.blocks[i], block_hash)
-        return right(self, row, good)
+        return right(self, row)
 
     patch.setattr(Scheduler, "_advance", early)
 

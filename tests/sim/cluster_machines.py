@@ -98,8 +98,15 @@ class Worker:
         self.life += 1
         self._sequences.clear()
         self._told.clear()
-        lost = lambda: self.node.post(ev.WorkerLost(problem=problem))  # noqa: E731
-        self.world.after_ms(0.1, 10, lambda: self.node.enter(lost))
+        self.world.after_ms(0.1, 10, lambda: self.node.enter(lambda: self._reaped(problem)))
+
+    def _reaped(self, problem: str) -> None:
+        """What nobody holds is worth nothing afterwards."""
+        self.node.post(ev.WorkerLost(problem=problem))
+        pool, size = self.node.core.pool, self.node.block_size
+        for block in range(pool.blocks):
+            if not pool.holders(block):
+                self.node.slab[block * size : (block + 1) * size] = [0] * size
 
     # ------------------------------------------------------------ messages
 
@@ -132,7 +139,9 @@ class Worker:
             self._check(row)
         self._stepping = True
         life, begin = self.life, self.world.between_ms(0.1, 2)
-        took = begin + self.world.between_ms(1, 10) + sum(row.count for row in rows) * MS // 4
+        took = (
+            begin + self.world.between_ms(1, self.node.cluster.plan.step_ms) + sum(row.count for row in rows) * MS // 4
+        )
         for row in rows:
             self.world.after(self.world.random.randint(begin, took), lambda r=row: self._alive(life, self._write, r))
         self.world.after(took, lambda: self._alive(life, self._finish, step, rows, took))
@@ -147,6 +156,7 @@ class Worker:
         if sequence is None:
             raise Violation(f"{self.node.name}: a step of sequence {row.seq}, which is not open")
         if row.reset:
+            self.world.counters["computed again"] += bool(sequence.table)
             sequence.table.clear()
         sequence.table += unpack_u32(row.new_blocks)
         end, known = row.start + row.count, len(sequence.tokens)
@@ -184,8 +194,9 @@ class Worker:
         read = [slab[sequence.table[p // size] * size + p % size] for p in range(end)]
         if read != sequence.numbers[:end]:
             wrong = next(p for p in range(end) if read[p] != sequence.numbers[p])
-            self.world.counters["wrong KV"] += 1
-            self.world.note(self.node.name, f"sequence {row.seq}: wrong KV at position {wrong} of {end}")
+            if self.node.core.scheduler.get(row.seq) is not None:
+                raise Violation(f"{self.node.name}: sequence {row.seq}: wrong KV at position {wrong} of {end}")
+            self.world.counters["wrong KV of a sequence that is over"] += 1
         token = next_token(read)
         sequence.tokens.append(token)
         return RowResult(seq=row.seq, token=token)
@@ -209,16 +220,19 @@ class Mover:
         self.peers: dict[str, str] = {}  # by what control calls it: its agent's name
         self._reads: dict[int, str] = {}
         self._stopping = False
+        self._stuck = False  # a read of this life will never end
 
     def start(self, agent_name: str, epoch: int, wait_ns: int = 0) -> None:
         self.life += 1
         life = self.life
-        self.running, self._stopping, self.agent_name, self.advertised = True, False, agent_name, 0
+        self.running, self._stopping, self._stuck = True, False, False
+        self.agent_name, self.advertised = agent_name, 0
 
         def come_up() -> None:
             if self.life == life and self.running:
-                if agent_name in self.agents:
+                if agent_name in self.node.cluster.agent_names:
                     raise Violation(f"the agent name {agent_name} is used twice")
+                self.node.cluster.agent_names[agent_name] = None
                 self.agents[agent_name] = self
                 self.ready = True
                 self.node.post(ev.MoverUp(agent=Agent(epoch=epoch, name=agent_name, blocks=self.node.blocks)))
@@ -255,7 +269,10 @@ class Mover:
             return
         if peer in self.peers:
             raise Violation(f"{self.node.name}: the mover is told of {peer} twice")
-        life, alive = self.life, agent.name in self.agents
+        life, alive = (
+            self.life,
+            agent.name in self.agents and not self.world.chance(self.node.cluster.plan.failing_adds),
+        )
         self.peers[peer] = agent.name
 
         def added() -> None:
@@ -287,6 +304,10 @@ class Mover:
             end += world.between_ms(1000, 6000)
             if world.chance(0.3):
                 world.after(world.random.randint(begin, end), lambda: self._doubt(read))
+        if world.chance(plan.stuck_reads):
+            world.counters["stuck read"] += 1
+            self._stuck = True
+            return
         pairs: deque[tuple[int, int]] = deque(zip(source, target, strict=True))
         fails = world.chance(plan.failing_reads)
         world.after(begin, lambda: self._piece(self.life, read, pairs, end - begin, fails))
@@ -324,6 +345,11 @@ class Mover:
         if self.life == life and self._reads.pop(read, None) is not None:
             self._tell(ev.ReadEnded(read=read, problem=problem, bytes=1, transfer_ns=1))
             self._stop_if_idle()
+
+    def unstick(self) -> None:
+        """Nothing but the end of this mover ends what is stuck."""
+        if self._stuck:
+            self.die()
 
     def _doubt(self, read: int) -> None:
         if read in self._reads:

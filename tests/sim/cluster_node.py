@@ -122,6 +122,7 @@ class SimNode:
         for effect in effects:
             self.world.note(self.name, f"  -> {effect}")
             _CARRY_OUT[type(effect)](self, effect)
+        self.cluster.heard(self, event.message.KIND if isinstance(event, ev.MessageCame) else type(event).__name__)
         self._watch_ticks(event)
         self.core.pool.check()
         if self.core.mover_up and self.mover.ready and self.mover.advertised != self.core.offers.held():
@@ -302,8 +303,8 @@ class SimNode:
 
     def _publish(self, e: ev.Publish) -> None:
         """A lease begins once for a try, and ends once."""
-        if e.topic == "request":
-            self.world.counters[f"{e.event}: {e.data['cause']}"] += 1
+        if e.event == "attempt.failed":
+            self.world.counters[f"{e.event}: {e.data.get('cause', '')}"] += 1
         if e.topic != "lease":
             return
         key = str(e.data["decode_node"]) + str(e.data["request"]), int(str(e.data["attempt"]))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import NamedTuple
 
-from pdbus.bus.messages import Sampling
+from pdbus.bus.messages import Sampling, Timeline
 from pdbus.nodes import events as ev
 
 from .cluster_machines import VOCABULARY, Mover, oracle
@@ -19,16 +21,32 @@ from .cluster_node import SimNode
 from .cluster_world import MS, Bus, S, Weather, World
 from .nodes import Violation
 
-END_WITHIN_NS = 110 * S  # three attempts that each find out slowly, and a local prefill
+END_WITHIN_NS = 150 * S  # the longest pause, three attempts that each find out slowly, and a local prefill
 SETTLE_NS = 45 * S  # the longest lease, and the latest read
 PROBE_NS = 5 * S
 DEADLINE_NS = 300 * S
 FAULTS = ("crash", "worker", "mover", "cut", "freeze", "drain", "leave", "remove")
+MOMENTS = (
+    "hello", "agent", "prefill.request", "prefill.accepted", "prefill.progress", "prefill.done", "prefill.cancel",
+    "transfer.done", "lease.released", "GenerateAsked", "FirstTokenTaken", "StepEnded", "ReadEnded", "PeerAddEnded",
+    "WorkerUp", "WorkerLost", "MoverUp", "MoverLost",
+)  # fmt: skip
+
+
+class Fault(NamedTuple):
+    """What goes wrong: at a time, or right after something is heard for the nth time."""
+
+    kind: str
+    node: str = ""  # '': the one that has heard it
+    at_ns: int = 0
+    after: str = ""
+    nth: int = 1
 
 
 class Plan(NamedTuple):
     prefill_nodes: int = 2
     decode_nodes: int = 1
+    both: bool = False  # the decode nodes prefill too, for each other
     requests: int = 6
     block_size: int = 4
     prefill_blocks: int = 40
@@ -37,17 +55,20 @@ class Plan(NamedTuple):
     chunk: int = 8
     running_max: int = 8
     skip_sampling: bool = False
-    faults: int = 0
-    kinds: tuple[str, ...] = FAULTS
-    horizon_ns: int = 3 * S
+    step_ms: int = 10  # a step takes as long at most, and 1 ms for four tokens
+    faults: tuple[Fault, ...] = ()
+    warm_ns: int = S  # before the first request
+    horizon_ns: int = 4 * S  # nothing is asked and nothing goes wrong afterwards
     weather: Weather = Weather()
     slow_reads: float = 0.0
+    stuck_reads: float = 0.0  # until either mover ends
     failing_reads: float = 0.0
+    failing_adds: float = 0.0  # of a peer's agent
     failing_rows: float = 0.0
     rude: float = 0.0  # clients that cancel, vanish, do not read, or have little time
 
     def calm(self) -> Plan:
-        return self._replace(slow_reads=0.0, failing_reads=0.0, failing_rows=0.0)
+        return self._replace(slow_reads=0.0, stuck_reads=0.0, failing_reads=0.0, failing_adds=0.0, failing_rows=0.0)
 
 
 class Client:
@@ -100,6 +121,10 @@ class Client:
         if self.end is not None:
             raise Violation(f"{self.link} ends twice")
         self.end = end
+        counters, timeline = self.cluster.world.counters, end.timeline
+        counters[f"{end.reason} {end.code}"] += 1
+        if end.completion_tokens:
+            counters[f"after {timeline.attempts} attempts {'remote' if timeline.remote else 'local'}"] += 1
 
     def problem(self, codes: frozenset[str]) -> str:
         """What is wrong with its answer, '' if nothing is."""
@@ -111,8 +136,11 @@ class Client:
             return "" if self.lost else f"{self.link}: never ended"
         if end.completion_tokens != len(self.tokens) or end.prompt_tokens != len(self.prompt):
             return f"{self.link}: {len(self.tokens)} tokens came, but {end} says otherwise"
+        if problem := _problem_of(end.timeline):
+            return f"{self.link}: {problem} in {end}"
         if end.reason in ("stop", "length"):
-            return "" if (self.tokens, end.reason) == (right, reason) else f"{self.link}: {end}, must be {right} {reason}"
+            good = (self.tokens, end.reason) == (right, reason)
+            return "" if good else f"{self.link}: {end}, must be {right} {reason}"
         if end.reason == "cancelled":
             return "" if self.rude in ("cancel", "vanish") else f"{self.link}: cancelled by nobody"
         return "" if end.code in codes | ERRORS_OF.get(self.rude, frozenset()) else f"{self.link}: {end}"
@@ -121,16 +149,26 @@ class Client:
 ERRORS_OF = {"slow": frozenset(("slow_client",)), "hasty": frozenset(("deadline",))}
 
 
+def _problem_of(timeline: Timeline) -> str:
+    phases = {f: getattr(timeline, f) for f in timeline.__struct_fields__ if f.endswith("_ns")}
+    for name, ns in phases.items():
+        if ns < 0 or (name != "mover_ns" and ns > timeline.total_ns):
+            return name
+    return "remote" if timeline.remote and not (timeline.prefill_node and timeline.confirm_ns) else ""
+
+
 class Cluster:
     def __init__(self, seed: int, plan: Plan, tracing: bool = False) -> None:
         self.plan = plan
         self.world = World(seed, tracing)
         self.bus = Bus(self.world, plan.weather)
         self.agents: dict[str, Mover] = {}
+        self.agent_names: dict[str, None] = {}  # all that were ever used
         self.nodes: dict[str, SimNode] = {}
         self.clients: list[Client] = []
         self.codes: frozenset[str] = frozenset(("engine",)) if plan.failing_rows else frozenset()
-        self._names = [f"p{n + 1}" for n in range(plan.prefill_nodes)]
+        self._heard: Counter[str] = Counter()
+        self._prefills = [f"p{n + 1}" for n in range(plan.prefill_nodes)]
         self._decodes = [f"d{n + 1}" for n in range(plan.decode_nodes)]
 
     # ------------------------------------------------------------ the play
@@ -138,18 +176,21 @@ class Cluster:
     def play(self) -> None:
         """Everything, from the start to the last check."""
         world, plan = self.world, self.plan
-        for name in self._names + self._decodes:
+        for name in self._prefills + self._decodes:
             self._start(name, 1)
         texts = [self._tokens(30) for _ in range(3)]
         for _ in range(plan.requests):
             self._arrive_later(texts)
-        for _ in range(plan.faults):
-            world.after(world.random.randint(MS, plan.horizon_ns), self._fault)
+        for fault in plan.faults:
+            if not fault.after:
+                world.after(fault.at_ns, partial(self._break, fault.kind, fault.node))
         world.run(plan.horizon_ns)
         self.plan, self.bus.weather = plan.calm(), Weather()
+        for node in self.nodes.values():
+            node.mover.unstick()
         world.run(plan.horizon_ns + END_WITHIN_NS, self._all_over)
         self._judge()
-        world.run(world.now + SETTLE_NS)
+        world.run(max(world.now, *(node.frozen_until for node in self.nodes.values())) + SETTLE_NS)
         self._judge()
         self._judge_rest()
         self._probe()
@@ -158,9 +199,10 @@ class Cluster:
         return all(client.over for client in self.clients)
 
     def _start(self, name: str, life: int) -> None:
-        role = "prefill" if name in self._names else "decode"
+        role = "prefill" if name in self._prefills else "both" if self.plan.both else "decode"
         node = self.nodes[name] = SimNode(self, name, role, life)
-        node.start([f"tcp://{p}:7400" for p in self._names] if role == "decode" else [])
+        others = self._decodes if self.plan.both else []
+        node.start([f"tcp://{p}:7400" for p in self._prefills + others if p != name] if role != "prefill" else [])
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.world.random.randrange(VOCABULARY) for _ in range(count))
@@ -173,7 +215,8 @@ class Cluster:
         client = Client(self, len(self.clients), prompt, world.chance(plan.rude))
         self.clients.append(client)
         name = world.random.choice(self._decodes)
-        world.after(world.random.randint(0, plan.horizon_ns * 3 // 4), lambda: self._arrive(client, name))
+        at_ns = world.random.randint(plan.warm_ns, plan.warm_ns + (plan.horizon_ns - plan.warm_ns) * 3 // 4)
+        world.after(at_ns, lambda: self._arrive(client, name))
 
     def _arrive(self, client: Client, name: str) -> None:
         node = self.nodes[name]
@@ -185,11 +228,16 @@ class Cluster:
 
     # ------------------------------------------------------------ faults
 
-    def _fault(self) -> None:
-        world = self.world
-        kind = world.random.choice(self.plan.kinds)
-        node = self.nodes[world.random.choice(list(self.nodes))]
-        if node.over:
+    def heard(self, node: SimNode, what: str) -> None:
+        self._heard[what] += 1
+        for fault in self.plan.faults:
+            if (fault.after, fault.nth) == (what, self._heard[what]):
+                wait_ms = self.world.random.choice((0, 1, 10))
+                self.world.after_ms(0, wait_ms, partial(self._break, fault.kind, fault.node or node.name))
+
+    def _break(self, kind: str, name: str) -> None:
+        world, node = self.world, self.nodes[name]
+        if node.over or world.now > self.plan.horizon_ns:
             return
         world.counters["faults"] += 1
         world.counters[f"fault {kind}"] += 1
@@ -231,7 +279,8 @@ class Cluster:
             self.bus.cut(self.world.random.choice(links))
 
     def _freeze(self, node: SimNode) -> None:
-        node.frozen_until = max(node.frozen_until, self.world.now + self.world.between_ms(100, 8000))
+        most_ms = 40_000 if self.world.chance(0.1) else 8000  # as long as a lease, or as it takes to be called dead
+        node.frozen_until = max(node.frozen_until, self.world.now + self.world.between_ms(100, most_ms))
 
     def _drain(self, node: SimNode, event: ev.NodeEvent) -> None:
         self.codes |= {"draining", "shutdown"}
@@ -239,7 +288,7 @@ class Cluster:
 
     def _remove(self, node: SimNode) -> None:
         """An operator takes a prefill node out, and in again."""
-        name = self.world.random.choice(self._names)
+        name = self.world.random.choice(self._prefills)
         for decode in (self.nodes[d] for d in self._decodes):
             self._post(decode, ev.RemoveAsked(target=name))
         join = ev.JoinAsked(address=f"tcp://{name}:7400")
@@ -261,10 +310,10 @@ class Cluster:
                 raise Violation(f"{client.link}: {end.timeline.attempts} attempts after {self._mishaps()} mishaps")
 
     def _mishaps(self) -> int:
+        """How often something went wrong that may cost an attempt."""
+        names = ("faults", "weather", "slow read", "stuck read", "failed read", "failed row")
         counters = self.world.counters
-        return sum(counters[k] for k in ("faults", "weather", "slow read", "failed read", "failed row")) + sum(
-            count for name, count in counters.items() if "no_room" in name
-        )
+        return sum(counters[name] for name in names) + counters["attempt.failed: no_room"]
 
     def _judge_rest(self) -> None:
         """Nothing is left of what is over."""
@@ -294,24 +343,38 @@ class Cluster:
 def plan_of(seed: int) -> Plan:
     """A plan, drawn by the seed."""
     r = World(seed).random
-    stormy = r.random() < 0.5
-    return Plan(
+    warm_ns = r.choice((0, S, S))
+    plan = Plan(
         prefill_nodes=r.randint(1, 3),
         decode_nodes=r.randint(1, 2),
-        requests=r.randint(2, 8),
+        both=r.random() < 0.2,
+        requests=r.choice((2, 5, 8, 16)),
         prefill_blocks=r.choice((12, 24, 40)),
         decode_blocks=r.choice((12, 16, 40)),
         batch_tokens=r.choice((3, 16, 64)),
         chunk=r.choice((1, 5, 8, 64)),
         running_max=r.choice((2, 8)),
         skip_sampling=r.random() < 0.2,
-        faults=r.randint(0, 4),
-        weather=Weather(0.05, 0.05, 0.05) if stormy else Weather(),
+        step_ms=r.choice((5, 10, 40)),
+        warm_ns=warm_ns,
+        horizon_ns=warm_ns + r.choice((S // 4, S, 3 * S)),
+        weather=r.choice((Weather(), Weather(0.05, 0.05, 0.05))),
         slow_reads=r.choice((0.0, 0.2)),
+        stuck_reads=r.choice((0.0, 0.0, 0.05)),
         failing_reads=r.choice((0.0, 0.1)),
+        failing_adds=r.choice((0.0, 0.2)),
         failing_rows=r.choice((0.0, 0.0, 0.02)),
         rude=r.choice((0.0, 0.4)),
     )
+    return plan._replace(faults=tuple(_fault(plan, r) for _ in range(r.randint(0, 6))))
+
+
+def _fault(plan: Plan, r: Random) -> Fault:
+    kind = r.choice(FAULTS)
+    name = r.choice([f"p{n + 1}" for n in range(plan.prefill_nodes)] + [f"d{n + 1}" for n in range(plan.decode_nodes)])
+    if r.random() < 0.4:
+        return Fault(kind, name, at_ns=r.randint(plan.warm_ns, plan.horizon_ns))
+    return Fault(kind, name if r.random() < 0.5 else "", after=r.choice(MOMENTS), nth=r.randint(1, 6))
 
 
 def run(seed: int, plan: Plan | None = None, tracing: bool = False) -> Cluster:

@@ -65,11 +65,13 @@ class World:
 
 
 class Weather(NamedTuple):
-    """Chances per message of the hand-off."""
+    """What happens to messages of the hand-off: chances per message, and single ones, as (kind, which one of it)."""
 
     lost: float = 0.0
     doubled: float = 0.0
     delayed: float = 0.0
+    delay_ms: int = 3000
+    lose: tuple[tuple[str, int], ...] = ()
 
 
 class Packet(NamedTuple):
@@ -101,6 +103,7 @@ class Bus:
         self.listening: dict[str, SimNode] = {}
         self.links: list[Link] = []
         self._opened = 0
+        self._sent: Counter[str] = Counter()
 
     # ------------------------------------------------------------ connections
 
@@ -170,19 +173,11 @@ class Bus:
         return True
 
     def _transmit(self, link: Link, packet: Packet, to_listener: bool) -> None:
-        world, weather = self.world, self.weather
-        copies, late_ns = 1, 0
-        if packet.message.KIND.startswith(HANDOFF):
-            roll = world.random.random()
-            if roll < weather.lost:
-                copies = 0
-            elif roll < weather.lost + weather.doubled:
-                copies = 2
-            elif roll < weather.lost + weather.doubled + weather.delayed:
-                late_ns = world.between_ms(1, 3000)
-            if copies != 1 or late_ns:
-                world.counters["weather"] += 1
-                world.note("bus", f"copies {copies} late {late_ns / MS:.0f} ms: {packet.message}")
+        world = self.world
+        copies, late_ns = self._fate(packet.message.KIND) if packet.message.KIND.startswith(HANDOFF) else (1, 0)
+        if copies != 1 or late_ns:
+            world.counters["weather"] += 1
+            world.note("bus", f"copies {copies} late {late_ns / MS:.0f} ms: {packet.message}")
         for _ in range(copies):
             at = max(world.now + world.between_ms(0.1, 1), link.busy_until[to_listener])
             link.busy_until[to_listener] = at
@@ -191,6 +186,18 @@ class Bus:
             receiver, connection = link.listener if to_listener else link.opener, link.connections
             assert receiver is not None
             world.after(at + late_ns - world.now, self._arrival(link, receiver, connection, packet, to_listener))
+
+    def _fate(self, kind: str) -> tuple[int, int]:
+        """How many copies arrive, and how much later than they should."""
+        weather, roll = self.weather, self.world.random.random()
+        self._sent[kind] += 1
+        if roll < weather.lost or (kind, self._sent[kind]) in weather.lose:
+            return 0, 0
+        if roll < weather.lost + weather.doubled:
+            return 2, 0
+        if roll < weather.lost + weather.doubled + weather.delayed:
+            return 1, self.world.between_ms(1, weather.delay_ms)
+        return 1, 0
 
     def _arrival(
         self, link: Link, receiver: SimNode, connection: int, packet: Packet, to_listener: bool

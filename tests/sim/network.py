@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdbus.bus.errors import LocalProtocolError
-from pdbus.bus.messages import LeaseReleased, LeaseRenew, LeaseRenewed, PrefillFailed, PrefillProgress
+from pdbus.bus.messages import LeaseReleased, LeaseRenew, LeaseRenewed, PrefillFailed, PrefillProgress, StalePeer
 from pdbus.connector.attempt import Clock
 from pdbus.connector.ledger import Clock as LedgerClock
 
@@ -199,7 +199,11 @@ class Network:
 
     def _renewals(self, state: State, idle: bool) -> Iterator[Move]:
         """One at a time; when idle, once until something else has happened."""
-        if (state.renewed if idle else not self.plan.renew) or any(map(self._is_renewal, state.net)):
+        said = (LeaseRenew, LeaseRenewed, StalePeer)  # a renewal and its answers
+        packets = self._packets.values
+        if (state.renewed if idle else not self.plan.renew) or any(
+            isinstance(packets[item].message, said) for item in state.net
+        ):
             return
         for timer in self._menus[state.nodes[-1]].renewals:
             yield Move("renew when idle" if idle else "renew", self._d, timer.what)

@@ -15,10 +15,16 @@ from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.findings import Finding, Kind
 from pdbus.nodes.replay.node_run import Runner
 
-from .cluster_sim import Plan, plan_of
+from .cluster_sim import Fault, Plan, plan_of
+from .cluster_world import S
 from .recorded import record
 
-FAULTY = Plan(requests=8, faults=3, horizon_ns=2_000_000_000, rude=0.4, slow_reads=0.2)
+FAULTY = Plan(
+    requests=10,
+    faults=(Fault("worker", "d1", 3 * S // 2), Fault("mover", "p1", 2 * S), Fault("crash", "p2", 5 * S // 4)),
+    rude=0.4,
+    slow_reads=0.2,
+)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -42,6 +42,17 @@ def asks(p: Node) -> PrefillCancel:
 # ---------------------------------------------------------------- hello
 
 
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 65, "-option", "ü"])
+def test_a_node_s_name_is_one_that_can_stand_in_logs_and_file_names(name: str) -> None:
+    net = Net()
+    p = Node(net, "p", "prefill")
+    header, hello = Header(from_=name, from_inc=b"i" * 16, seq=1), Node(net, "d", "decode").machine.hello
+    p.handle(ms.HelloReceived(link="in:1", header=header, message=hello))
+    assert p.machine.members() == [] and p.got(ms.TurnedAway) == []
+    [answer] = [e.message for e in p.got(ms.SendOn)]
+    assert isinstance(answer, Refused) and "a name of up to 64 letters" in answer.reason
+
+
 def test_joining_makes_both_sides_know_each_other() -> None:
     _, p, d = pair()
     assert [peer.name for peer in d.machine.prefill_peers()] == ["p"]
