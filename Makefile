@@ -38,6 +38,7 @@ check-long: $(READY)
 
 bench: $(READY)
 	$(BIN)/pd bench transfer
+	$(BIN)/pd bench plan
 	$(BIN)/pd bench bus
 	$(BIN)/pd bench serve
 

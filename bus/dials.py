@@ -46,6 +46,7 @@ DIALS: dict[tuple[DialState, str], DialState] = {
     (R, "removed"): X,
 }
 
+TOLD_MAX = 8  # there are about as many reasons
 UNDERWAY = (DialState.OPENING, DialState.GREETING)
 TIMED = (DialState.WAITING, DialState.REFUSED)
 
@@ -60,6 +61,7 @@ class Dial:
     due_ns: int = 0  # next try, or end of the wait for an answer
     open_ns: int = 0
     reason: str = ""
+    told: tuple[str, ...] = ()  # reasons that are no news any more, since it was asked for or open
 
 
 class Dials:
@@ -95,7 +97,7 @@ class Dials:
         """Try at once, whatever happened before. False when it is on its way or open."""
         if not self._move(dial, "asked"):
             return False
-        dial.attempts, dial.due_ns, dial.reason = 0, now_ns, ""
+        dial.attempts, dial.due_ns, dial.reason, dial.told = 0, now_ns, "", ()
         return True
 
     def start_due(self, now_ns: int) -> list[str]:
@@ -120,7 +122,7 @@ class Dials:
 
     def welcome(self, dial: Dial, name: str, now_ns: int) -> None:
         self._move(dial, "welcome")
-        dial.name, dial.open_ns, dial.reason = name, now_ns, ""
+        dial.name, dial.open_ns, dial.reason, dial.told = name, now_ns, "", ()
 
     def refuse(self, dial: Dial, reason: str, now_ns: int) -> None:
         self._move(dial, "refused")
@@ -134,6 +136,13 @@ class Dials:
             dial.link, dial.reason = "", reason
             dial.due_ns = now_ns + self._backoff_ns(dial)
             dial.attempts += 1
+
+    def is_news(self, dial: Dial) -> bool:
+        """Whether why it failed has not been told yet. From now on it has."""
+        if not dial.reason or dial.reason in dial.told:
+            return False
+        dial.told = (*dial.told, dial.reason)[-TOLD_MAX:]
+        return True
 
     def remove(self, dial: Dial) -> None:
         if self._move(dial, "removed"):

@@ -33,9 +33,11 @@ PEERS: dict[tuple[PeerState, str], PeerState] = {
     (DEAD, "remove"): REMOVED,
     (LEFT, "remove"): REMOVED,
     (REMOVING, "idle"): REMOVED,
+    (REMOVING, "asked"): UP,  # nothing was said of it to the peer yet
     (REMOVED, "asked"): LEFT,
 }
 
+ALIASES_MAX = 8
 USABLE = (UP, SUSPECT)
 LIVE = (UP, SUSPECT, REMOVING)  # its silence matters
 CURRENT = (UP, SUSPECT, DEAD, REMOVING)  # what this incarnation says is acted on
@@ -60,6 +62,7 @@ class Known:
     use_since_ns: int = 0  # silence counts from here at the earliest
     ping_ns: int = 0
     remove_ns: int = 0
+    aliases: tuple[str, ...] = ()  # addresses that lead here too, beside the one that is called
 
     @property
     def link(self) -> str:
@@ -77,6 +80,11 @@ class Known:
         if epoch > self.epoch:
             self.epoch = epoch
             self.agents.clear()
+
+    def also_at(self, address: str) -> None:
+        """The newest few: who adds ever more names of one node has a script that errs."""
+        if address not in self.aliases:
+            self.aliases = (*self.aliases, address)[-ALIASES_MAX:]
 
     # ------------------------------------------------------------ silence
 
@@ -131,4 +139,5 @@ class Known:
             last_heard_ns=self.last_heard_ns,
             draining=self.draining,
             busy=self.busy,
+            aliases=self.aliases,
         )

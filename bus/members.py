@@ -66,6 +66,8 @@ class Peer(Declared):
     role: str = ""
     address: str = ""  # as it says itself
     called_at: str = ""  # the address at which we call it, if we do
+    calling: bool = False  # such a call is under way
+    aliases: tuple[str, ...] = ()  # other addresses at which we found it
     http: str = ""
     link: str = ""  # where we ask it something; '' when there is none
     state: PeerState = PeerState.WAITING
@@ -285,6 +287,22 @@ class PeerDown(MembershipEffect):
     peer: Peer
     reason: str
     proven: bool
+
+
+class CallFailed(MembershipEffect):
+    """No one at an address became a peer. Told once for each reason: it is called on by itself."""
+
+    address: str
+    name: str  # '' when no one has answered there
+    reason: str
+
+
+class TurnedAway(MembershipEffect):
+    """A node called and was refused. Told once for each reason."""
+
+    name: str
+    address: str
+    reason: str
 
 
 class PeerDraining(MembershipEffect):

@@ -5,9 +5,9 @@ one of its incarnations is current. Only a hello (or the welcome that answers ou
 another one current; the old one is then retired for good, which is the one proof, beside a goodbye, that it is
 over. All that carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
 
-Decode nodes call the prefill nodes that they learn of (asked to join, hello received, members in a welcome), since
-they ask and prefill nodes answer; every node calls what it was asked to join. `dials` keeps those calls. Tools and
-clients (no geometry) are welcomed and forgotten.
+Every node calls what it was asked to join, and then whomever a welcome names: so all know the newcomer and it knows
+all, whichever member it joined. A decode node also calls back a prefill node that says hello, since decode nodes ask
+and prefill nodes answer. `dials` keeps those calls. Tools and clients (no geometry) are welcomed and forgotten.
 
 Liveness is judged only along links in use: we ping, and any message counts. Silence is our judgement alone. It
 makes a peer suspect, then dead: not chosen, called anew, and never a reason to end a lease. A pause of our own is
@@ -118,10 +118,12 @@ class Membership:
             return [ms.rejected(event, "this is the node itself")]
         dial = self._dials.at(event.address)
         known = self._roster.get(dial.name if dial else "") or self._roster.at(event.address)
-        if known is not None:
-            known.move("asked")
+        if known is not None and known.move("asked") and known.state is UP:
+            return []  # its removal is taken back
         if dial is not None:
             return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
+        if known is not None and known.out and known.state in USABLE:
+            return [ms.rejected(event, f"{known.name} has a link already")]
         if self._dials.full():
             return [ms.rejected(event, f"{self._config.addresses_max} addresses are being called already")]
         self._dials.add(event.address, "", now_ns)
@@ -202,16 +204,15 @@ class Membership:
         dial = self._dials.at(event.address)
         if dial is None or dial.state is not DialState.OPENING:
             return [ms.rejected(event, "not being opened")]
-        self._dials.fail(dial, event.problem, now_ns)
-        return []
+        return self._call_failed(dial, event.problem, now_ns)
 
     def _link_lost(self, event: ms.LinkLost, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.on(event.link)
         if dial is None:
             return [ms.rejected(event, "unknown link", event.link)]
         if dial.state is DialState.GREETING:
-            self._dials.fail(dial, "the connection was cut during the handshake", now_ns)
-            return ms.closing(event.link)
+            reason = "the connection was cut during the handshake"
+            return [*ms.closing(event.link), *self._call_failed(dial, reason, now_ns)]
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
@@ -225,8 +226,10 @@ class Membership:
         header, hello = event.header, event.message
         refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
         if refusal := LEAVING if self._leaving else refusal:
-            self._roster.turn_away(header, hello, refusal.reason)
-            return [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+            effects = [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+            if self._roster.turn_away(header, hello, refusal.reason):
+                effects.append(ms.TurnedAway(name=header.from_, address=hello.address, reason=refusal.reason))
+            return effects
         welcome = self._answer(
             event.link, header, Welcome(hello=self._hello, members=self._roster.introduce(header.from_))
         )
@@ -246,11 +249,10 @@ class Membership:
             return [ms.rejected(event, "meant for another incarnation", event.link)]
         fields = differences(self._hello, hello)
         if reason := self._roster.impossible(header, now_ns) or (describe(fields) if fields else ""):
-            self._dials.refuse(dial, reason, now_ns)
-            return [*ms.closing(event.link), ms.rejected(event, reason, event.link)]
+            return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, reason, event.link)]
         if hello.geometry is None:
-            self._dials.refuse(dial, f"a {hello.role} is no member", now_ns)
-            return [*ms.closing(event.link), ms.rejected(event, "no geometry", event.link)]
+            reason = f"a {hello.role} is no member"
+            return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, "no geometry", event.link)]
         return self._welcomed(event, dial, now_ns)
 
     def _welcomed(self, event: ms.WelcomeReceived, dial: Dial, now_ns: int) -> list[ms.MembershipEffect]:
@@ -262,8 +264,9 @@ class Membership:
         if known is not None and known.incarnation == header.from_inc and known.out and known.state in USABLE:
             # Two addresses of one peer: the first link stays, and a word on it tells the peer where we are.
             self._dials.drop(dial)
+            known.also_at(dial.address)
             rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
-            return [*ms.closing(event.link), self._send(known, known.out, self._load), rejected]
+            return [*ms.closing(event.link), self._send(known, known.out, self._heartbeat()), rejected]
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
@@ -276,12 +279,26 @@ class Membership:
         if dial is None or dial.state is not DialState.GREETING:
             return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         dial.name = dial.name or event.header.from_
-        self._dials.refuse(dial, event.message.reason, now_ns)
+        effects = self._refuse_call(dial, event.message.reason, now_ns)
         known = self._roster.get(dial.name)
-        down: list[ms.MembershipEffect] = []
         if known is not None and known.state in LIVE and known.incarnation == event.header.from_inc:
-            down = self._lost(known, event.message.reason, now_ns)
-        return [*ms.closing(event.link), *down]
+            effects += self._lost(known, event.message.reason, now_ns)
+        return effects
+
+    def _refuse_call(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+        """They refused us, or we them: another try only slowly."""
+        link = dial.link
+        self._dials.refuse(dial, reason, now_ns)
+        return [*ms.closing(link), *self._news_of(dial)]
+
+    def _call_failed(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+        self._dials.fail(dial, reason, now_ns)
+        return self._news_of(dial)
+
+    def _news_of(self, dial: Dial) -> list[ms.MembershipEffect]:
+        if not self._dials.is_news(dial):
+            return []
+        return [ms.CallFailed(address=dial.address, name=dial.name, reason=dial.reason)]
 
     def _greeted(self, header: Header, hello: Hello, now_ns: int) -> tuple[Known, list[ms.MembershipEffect]]:
         """Make this incarnation the current one of its name. Tells the end of the one before."""
@@ -329,8 +346,11 @@ class Membership:
         return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
     def _learn(self, member: Member, now_ns: int) -> None:
-        if self._dials.named(member.name) is None and member.name != self._config.name:
-            self._call(member.name, member.address, member.role, now_ns)
+        """Who joins calls everyone that a welcome names, whatever they do, so that all come to know it, and it them."""
+        known = self._roster.get(member.name)
+        introduced = known is not None and known.state in USABLE
+        if member.name != self._config.name and not introduced and self._dials.named(member.name) is None:
+            self._call(member.name, member.address, now_ns)
 
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
@@ -342,11 +362,12 @@ class Membership:
             and address not in ("", dial.address)
         ):
             self._dials.drop(dial)
-        self._call(known.name, address, known.hello.role, now_ns)
+        if self._hello.role in DECODE_ROLES and known.hello.role in PREFILL_ROLES:
+            self._call(known.name, address, now_ns)
 
-    def _call(self, name: str, address: str, role: str, now_ns: int) -> None:
-        """Call a prefill node that we have heard of, if we decode."""
-        if self._hello.role not in DECODE_ROLES or role not in PREFILL_ROLES or not address:
+    def _call(self, name: str, address: str, now_ns: int) -> None:
+        """Call a node that we have heard of, unless it was removed here."""
+        if not address:
             return
         known = self._roster.get(name)
         if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:
@@ -407,7 +428,9 @@ class Membership:
         if known is not None:
             known.load = event.message
             effects = self._listen(known, event.link, now_ns)
-        return [*effects, self._answer(event.link, event.header, self._load)] if event.message.reply else effects
+            if known.out and event.message.epoch > (known.epoch if known.agents else 0):
+                effects.append(self._send(known, known.out, self._hello))  # a cut took its agents; they follow a hello
+        return [*effects, self._answer(event.link, event.header, self._heartbeat())] if event.message.reply else effects
 
     def _goodbye_received(self, event: ms.GoodbyeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
@@ -436,8 +459,7 @@ class Membership:
             return [ms.rejected(event, "late, from a retired incarnation", event.link)]
         dial = self._dials.on(event.link)
         if dial is not None and dial.state is DialState.GREETING:
-            self._dials.fail(dial, "it answered stale_peer", now_ns)
-            return ms.closing(event.link)
+            return [*ms.closing(event.link), *self._call_failed(dial, "it answered stale_peer", now_ns)]
         known = self._roster.live_on(event.link)
         if known is None:
             return [ms.rejected(event, "no live peer there", event.link)]
@@ -453,7 +475,7 @@ class Membership:
         effects: list[ms.MembershipEffect] = []
         for dial in self._dials.overdue(now_ns):
             effects += ms.closing(dial.link)
-            self._dials.fail(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
+            effects += self._call_failed(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
         for known in self._roster.all():
             if known.state in LIVE:
                 effects += self._watch(known, now_ns)
@@ -474,7 +496,7 @@ class Membership:
         if now_ns < known.ping_ns:
             return []
         known.ping_ns = now_ns + self._config.heartbeat_ns
-        return [self._send(known, known.link, replace(self._load, reply=True))]
+        return [self._send(known, known.link, self._heartbeat(reply=True))]
 
     def _lost(self, known: Known, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """Our judgement only: nothing is proven."""
@@ -490,6 +512,9 @@ class Membership:
             self._dials.fail(dial, reason, now_ns)
         known.out = ""
         return [*effects, ms.PeerDown(peer=known.record(), reason=reason, proven=proven)]
+
+    def _heartbeat(self, *, reply: bool = False) -> Heartbeat:
+        return replace(self._load, reply=reply, epoch=self._hello.epoch if self._agents else 0)
 
     def _send(self, known: Known, link: str, message: Message) -> ms.SendOn:
         return ms.SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)

@@ -134,6 +134,7 @@ class Heartbeat(Message):
     running: int = 0
     free_blocks: int = 0
     reply: bool = False
+    epoch: int = 0  # of the agents that the sender has announced, 0 before any: who missed them says hello again
 
 
 class Goodbye(Message):

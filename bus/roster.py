@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from .compatibility import describe, differences
-from .dials import Dial, Dials, DialState
+from .dials import UNDERWAY, Dial, Dials, DialState
 from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
 from .members import HelloReceived, MembershipConfig, Peer, PeerState
 from .messages import Hello, Member, Refused
 from .wire import Header, replace
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as --name: it stands in logs, metrics and file names
 HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a hello
 
 
@@ -33,7 +36,7 @@ class Roster:
         return self._peers.get(name)
 
     def at(self, address: str) -> Known | None:
-        return next((p for p in self._peers.values() if p.hello.address == address), None)
+        return next((p for p in self._peers.values() if address in (p.hello.address, *p.aliases)), None)
 
     def live_on(self, link: str) -> Known | None:
         return next((p for p in self._peers.values() if link in (p.out, p.inn) and p.state in LIVE), None)
@@ -93,8 +96,8 @@ class Roster:
             return "this is the node itself"
         if header.from_ == self._config.name:
             return f"the name {header.from_} is taken by this node"
-        if not header.from_ or not header.from_inc:
-            return "a name and an incarnation are needed in the header"
+        if not header.from_inc or not NAME.fullmatch(header.from_):
+            return "the header needs an incarnation, and a name of up to 64 letters, digits, . _ -"
         if self.is_retired(header.from_inc, now_ns):
             return f"this incarnation is retired: another node named {header.from_} came after it"
         return ""
@@ -119,10 +122,11 @@ class Roster:
 
     # ------------------------------------------------------------ for people to see
 
-    def turn_away(self, header: Header, hello: Hello, reason: str) -> None:
-        """Remember a node that called and was refused."""
-        if hello.geometry is None or header.from_ in ("", self._config.name):
-            return
+    def turn_away(self, header: Header, hello: Hello, reason: str) -> bool:
+        """Remember a node that called and was refused. Whether that is news."""
+        if hello.geometry is None or header.from_ == self._config.name or not NAME.fullmatch(header.from_):
+            return False
+        before = self._turned_away.get(header.from_)
         while len(self._turned_away) >= self._config.turned_away_max:
             del self._turned_away[next(iter(self._turned_away))]
         self._turned_away[header.from_] = Peer(
@@ -135,14 +139,17 @@ class Roster:
             reason=reason,
             hello=hello,
         )
+        return before is None or before.reason != reason
 
     def let_in(self, name: str) -> None:
         self._turned_away.pop(name, None)
 
     def members(self, dials: Dials) -> list[Peer]:
-        shown = [_shown(p, dials.named(p.name)) for p in self._peers.values()]
+        """Each once: a peer with the call to it, known by its name or, before an answer, by its address alone."""
+        shown = [_shown(p, dials.named(p.name) or dials.at(p.hello.address)) for p in self._peers.values()]
         named = {p.name: None for p in shown}
-        shown += [_shown_dial(d) for d in dials.all() if d.name not in named]
+        shown_at = {p.called_at: None for p in shown}
+        shown += [_shown_dial(d) for d in dials.all() if d.name not in named and d.address not in shown_at]
         return shown + [p for p in self._turned_away.values() if p.name not in named]
 
 
@@ -150,10 +157,14 @@ def _shown(known: Known, dial: Dial | None) -> Peer:
     """A peer that is down shows what has become of calling it."""
     if dial is None:
         return known.record()
-    peer = replace(known.record(), called_at=dial.address)
-    if known.state not in (DEAD, LEFT) or dial.state is not DialState.REFUSED:
+    peer = replace(known.record(), called_at=dial.address, calling=dial.state in UNDERWAY)
+    if known.state not in (DEAD, LEFT):
         return peer
-    return replace(peer, state=PeerState.REFUSED, reason=dial.reason)
+    if dial.state is DialState.REFUSED:
+        return replace(peer, state=PeerState.REFUSED, reason=dial.reason)
+    if known.reason and dial.reason not in ("", known.reason):
+        return replace(peer, reason=f"{known.reason} (called again: {dial.reason})")
+    return replace(peer, reason=known.reason or dial.reason)
 
 
 def _shown_dial(dial: Dial) -> Peer:
@@ -162,5 +173,11 @@ def _shown_dial(dial: Dial) -> Peer:
         DialState.OPEN: PeerState.GREETING,
     }.get(dial.state) or PeerState(dial.state)
     return Peer(
-        name=dial.name, address=dial.address, called_at=dial.address, link=dial.link, state=state, reason=dial.reason
+        name=dial.name,
+        address=dial.address,
+        called_at=dial.address,
+        calling=dial.state in UNDERWAY,
+        link=dial.link,
+        state=state,
+        reason=dial.reason,
     )

@@ -169,11 +169,11 @@ def replace(value: T, **changes: Any) -> T:
 
 def unpack_foreign(data: bytes) -> Any:
     """msgpack that has no declared type here (foreign KV events, traces), with its limits set."""
+    if len(data) > FRAME_BYTES_MAX:
+        raise RemoteProtocolError(f"{len(data)} bytes of msgpack, at most {FRAME_BYTES_MAX}")
     try:
-        return msgpack.unpackb(
-            data, raw=False, strict_map_key=False, max_buffer_size=FRAME_BYTES_MAX, max_str_len=FRAME_BYTES_MAX
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as e:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)  # no length inside can pass the buffer's
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as e:
         raise RemoteProtocolError(f"not msgpack: {e}") from None
 
 

@@ -39,6 +39,10 @@ class Agent(Protocol):
         """A handle that reads whole blocks (u32 ids) of the peer into ours; nothing is posted. Raises ReadFailed."""
         ...
 
+    def make_read_runs(self, peer: Any, source: bytes, target: bytes, length: bytes) -> Any:
+        """The same for runs of bytes (u64 offsets into both regions, and lengths). Raises ReadFailed."""
+        ...
+
     def post(self, handle: Any) -> bool:
         """Start it; True when it is already done. Raises ReadFailed (terminal) or ReadDoubtful."""
         ...

@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,11 +27,6 @@ IPC_PATH_BYTES_MAX = 107  # sun_path
 PR_SET_PDEATHSIG = 1
 
 Received = TypeVar("Received", bound=Declared)
-
-
-def make_run_directory(parent: str = "") -> Path:
-    """A new directory of mode 0700 for one control process's channels, in `parent`. The caller removes it."""
-    return Path(tempfile.mkdtemp(prefix="pdbus-", dir=parent or None))
 
 
 def endpoint_in(directory: Path, name: str) -> str:

@@ -132,6 +132,13 @@ class ReaderGone(OfferEvent):
     incarnation: bytes
 
 
+class ReaderCame(OfferEvent):
+    """This incarnation has said hello: perhaps again, after a goodbye that was not its end."""
+
+    node: str
+    incarnation: bytes
+
+
 class EpochBegan(OfferEvent):
     """The loss of a worker or mover raised the epoch: every lease of an older one ends, before anything else."""
 

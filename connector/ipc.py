@@ -114,7 +114,10 @@ class ToMover(Declared, tag_field="t", tag=True):
 
 
 class PeerAdd(ToMover):
-    """A peer's agent, after its `agent` message. `peer` names node, incarnation and epoch, and is never reused."""
+    """A peer's agent, after its `agent` message. `peer` names node, incarnation and epoch, and is never reused.
+
+    `block_bytes` 0: its blocks are unlike ours, and only runs are read from it (ReadRuns).
+    """
 
     peer: str
     agent_name: str
@@ -137,6 +140,19 @@ class Read(ToMover):
     peer: str
     source: bytes  # u32
     target: bytes  # u32
+
+
+class ReadRuns(ToMover):
+    """Read `length[i]` bytes at `source[i]` of the peer's region to `target[i]` of ours. Answered once by ReadEnded.
+
+    Offsets count from the regions' first bytes; scratch is a part of our own region where no block lies.
+    """
+
+    read: int
+    peer: str
+    source: bytes  # u64, as are the other two
+    target: bytes
+    length: bytes
 
 
 class Advertise(ToMover):

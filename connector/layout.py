@@ -1,18 +1,37 @@
-"""Where a block's bytes lie, and which block goes to which.
+"""Where every byte of a rank's KV memory lies: (block, layer by name, K or V or latent, head, token slot, channel).
+
+A `KVLayout` places one row, the channels of one head of one token, at
+
+    starts[layer] + block * block_stride + part * part_stride + head * head_stride + slot * slot_stride
+
+where layer and head are places in `layers` and `heads`; the channels of a row lie side by side. Whatever differs
+between two ranks (tensor parallelism, NHD or HND, block sizes, pipeline stages) is a difference of two such layouts,
+and plan.py brings one to the other.
 
 The native layout is [block, layer, k/v, head, slot, channel]: the block outermost, so that everything one block
-holds of all layers is one run of `block_bytes`. Between two equal native layouts the plan is one run per block.
+holds of all layers is one run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
-from pdbus.bus.errors import ConfigError, RemoteProtocolError
+from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import Declared
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+ORDERS: dict[str, tuple[str, ...]] = {  # outermost first; channels are always innermost
+    "native": ("block", "layer", "part", "head", "slot"),
+    "nhd": ("layer", "part", "block", "slot", "head"),
+    "hnd": ("layer", "part", "block", "head", "slot"),
+}
+PARTS: dict[int, tuple[str, ...]] = {1: ("latent",), 2: ("k", "v")}
+
+LAYERS_MAX = 4_096  # a peer's layout costs us this much to check; the deepest models have some hundreds of layers
+HEADS_MAX = 4_096
+REGION_BYTES_MAX = 1 << 62  # sums of offsets stay inside 64 bits
 
 
 class Strides(Declared):
@@ -25,12 +44,36 @@ class Strides(Declared):
     item: int
 
 
-class Run(Declared):
-    """`length` contiguous bytes: from `source` in the owner's region to `target` in the reader's."""
+class KVLayout(Declared):
+    """One rank's KV memory. Strides, starts and sizes are in bytes, from the region's first one."""
 
-    source: int
-    target: int
-    length: int
+    dtype: str
+    head_dim: int  # channels of one head, or of the latent
+    kv_heads: int  # of the whole model, over all ranks; 1 for a latent
+    heads: tuple[int, ...]  # which of them this rank holds, rising; () for a rank that holds none
+    layers: tuple[str, ...]
+    starts: tuple[int, ...]  # where each layer begins
+    parts: tuple[str, ...]  # ("k", "v") or ("latent",)
+    block_size: int  # tokens
+    blocks: int
+    block_stride: int
+    part_stride: int
+    head_stride: int
+    slot_stride: int
+    region_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """The channels of one head of one token."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def offset(self, block: int, layer: int = 0, part: int = 0, head: int = 0, slot: int = 0) -> int:
+        """Where a row begins; layer, part and head are places in this layout."""
+        inner = part * self.part_stride + head * self.head_stride + slot * self.slot_stride
+        return self.starts[layer] + block * self.block_stride + inner
+
+
+# ---------------------------------------------------------------- making layouts
 
 
 def geometry_for(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, kv_parts: int = 2) -> Geometry:
@@ -65,43 +108,119 @@ def offset(geometry: Geometry, block: int, layer: int = 0, part: int = 0, head: 
     return block * geometry.block_bytes + layer * s.layer + part * s.part + head * s.head + slot * s.slot
 
 
-def runs(source: Sequence[int], target: Sequence[int], block_bytes: int) -> list[Run]:
-    """The fewest contiguous runs that bring block `source[i]` into `target[i]`, in order of source."""
-    merged: list[Run] = []
-    for s, t in sorted(zip(source, target, strict=True)):
-        at, to = s * block_bytes, t * block_bytes
-        last = merged[-1] if merged else None
-        if last and last.source + last.length == at and last.target + last.length == to:
-            merged[-1] = Run(source=last.source, target=last.target, length=last.length + block_bytes)
-        else:
-            merged.append(Run(source=at, target=to, length=block_bytes))
-    return merged
+def heads_of(kv_heads: int, ranks: int, rank: int) -> tuple[int, ...]:
+    """The heads that a rank holds: an equal share, or one head that several ranks hold alike. Raises ConfigError."""
+    if kv_heads % ranks == 0:
+        share = kv_heads // ranks
+        return tuple(range(rank * share, (rank + 1) * share))
+    if ranks % kv_heads == 0:
+        return (rank // (ranks // kv_heads),)
+    raise ConfigError("--tp", f"{ranks} ranks cannot share {kv_heads} KV heads; neither number divides the other")
+
+
+def layout_of(geometry: Geometry, blocks: int, ranks: int = 1, rank: int = 0, layers: tuple[str, ...] = ()) -> KVLayout:
+    """The dense layout of one rank, in the order that `geometry.layout` names (ORDERS).
+
+    `geometry` is the whole model's; `layers` names its layers, "0", "1" ... when not given. Raises ConfigError.
+    """
+    if geometry.layout not in ORDERS:
+        raise ConfigError("layout", f"{geometry.layout!r} is none of {', '.join(ORDERS)}")
+    if geometry.kv_parts not in PARTS:
+        raise ConfigError("kv_parts", f"{geometry.kv_parts}, but a cache has K and V (2) or a latent (1)")
+    heads = heads_of(geometry.kv_heads, ranks, rank)
+    counts = {
+        "block": blocks, "layer": geometry.layers, "part": geometry.kv_parts,
+        "head": len(heads), "slot": geometry.block_size,
+    }  # fmt: skip
+    size, stride = geometry.head_dim * DTYPE_BYTES[geometry.dtype], {}
+    for name in reversed(ORDERS[geometry.layout]):
+        stride[name] = size
+        size *= counts[name]
+    return KVLayout(
+        dtype=geometry.dtype, head_dim=geometry.head_dim, kv_heads=geometry.kv_heads, heads=heads,
+        layers=layers or tuple(str(i) for i in range(geometry.layers)),
+        starts=tuple(i * stride["layer"] for i in range(geometry.layers)),
+        parts=PARTS[geometry.kv_parts], block_size=geometry.block_size, blocks=blocks,
+        block_stride=stride["block"], part_stride=stride["part"],
+        head_stride=stride["head"], slot_stride=stride["slot"], region_bytes=size,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- checking layouts
+
+Fault = tuple[str, str]  # field, what is wrong with it
+
+
+def fault(layout: KVLayout) -> Fault | None:
+    """What makes a layout impossible, if anything: two rows in one place, a row outside the region, nonsense."""
+    return _bad_sizes(layout) or _bad_names(layout) or (_bad_places(layout) if layout.heads and layout.layers else None)
+
+
+def _bad_sizes(layout: KVLayout) -> Fault | None:
+    if layout.dtype not in DTYPE_BYTES:
+        return "dtype", f"{layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}"
+    for name in ("head_dim", "kv_heads", "block_size", "blocks"):
+        if getattr(layout, name) < 1:
+            return name, f"{getattr(layout, name)}, but must be at least 1"
+    for name in ("block_stride", "part_stride", "head_stride", "slot_stride"):
+        if getattr(layout, name) < 0:
+            return name, f"{getattr(layout, name)} is negative"
+    if not 0 <= layout.region_bytes <= REGION_BYTES_MAX:
+        return "region_bytes", f"{layout.region_bytes}, but must be from 0 to {REGION_BYTES_MAX}"
+    return None
+
+
+def _bad_names(layout: KVLayout) -> Fault | None:
+    if layout.parts not in PARTS.values():
+        return "parts", f"{'/'.join(layout.parts)} is neither k/v nor latent"
+    if layout.parts == PARTS[1] and layout.kv_heads != 1:
+        return "kv_heads", f"{layout.kv_heads}, but a latent has 1"
+    if len(layout.layers) > LAYERS_MAX or len(layout.heads) > HEADS_MAX:
+        return "layers", f"{len(layout.layers)} layers of {len(layout.heads)} heads are too many"
+    if len(dict.fromkeys(layout.layers)) != len(layout.layers):
+        return "layers", "a layer is named twice"
+    if len(layout.starts) != len(layout.layers):
+        return "starts", f"{len(layout.starts)} starts for {len(layout.layers)} layers"
+    if any(b <= a for a, b in pairwise(layout.heads)):
+        return "heads", f"{_some(layout.heads)} do not rise"
+    if layout.heads and not 0 <= layout.heads[0] <= layout.heads[-1] < layout.kv_heads:
+        return "heads", f"{_some(layout.heads)} are not all among {layout.kv_heads}"
+    return None
+
+
+def _some(heads: tuple[int, ...]) -> str:
+    return ", ".join(map(str, heads[:8])) + (" ..." if len(heads) > 8 else "")
+
+
+def _bad_places(layout: KVLayout) -> Fault | None:
+    """Each stride must step over all that lies inside it: then no two rows share a byte."""
+    starts = sorted(layout.starts)
+    step = min((b - a for a, b in pairwise(starts)), default=0)
+    dimensions = [
+        ("starts", len(starts), step, starts[-1] - starts[0]),
+        _even("block_stride", layout.blocks, layout.block_stride),
+        _even("part_stride", len(layout.parts), layout.part_stride),
+        _even("head_stride", len(layout.heads), layout.head_stride),
+        _even("slot_stride", layout.block_size, layout.slot_stride),
+    ]
+    dimensions = [dimension for dimension in dimensions if dimension[1] > 1]
+    extent = layout.row_bytes
+    for name, _, step, span in sorted(dimensions, key=lambda dimension: dimension[2]):
+        if step < extent:
+            return name, f"{step} bytes apart overlap: each holds {extent} bytes"
+        extent += span
+    if starts[0] < 0:
+        return "starts", f"{starts[0]} is negative"
+    if starts[0] + extent > layout.region_bytes:
+        return "region_bytes", f"{layout.region_bytes}, but the last byte is number {starts[0] + extent}"
+    return None
+
+
+def _even(name: str, count: int, stride: int) -> tuple[str, int, int, int]:
+    """A dimension: its name, its size, its smallest step and the distance from its first to its last."""
+    return name, count, stride, (count - 1) * stride
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
     """How many blocks hold that many tokens."""
     return -(-tokens // block_size)
-
-
-def pair(
-    have: int, read: int, ready: int, source: Sequence[int], target: Sequence[int], block_size: int
-) -> tuple[list[int], list[int]]:
-    """Which of the owner's blocks to read into which of ours, by token position.
-
-    `source` holds the tokens from `have` (rounded down to a block) to `ready`, as the owner announced them; `target` is
-    our block table from token 0. `read` tokens are already read or asked for. A block that was partial
-    then is named again, whole. Raises RemoteProtocolError when `source` does not hold have..ready.
-    """
-    first = have // block_size
-    if len(source) != max(0, blocks_for(ready, block_size) - first):
-        raise RemoteProtocolError(
-            f"{len(source)} blocks do not hold tokens {have} to {ready} in blocks of {block_size}", field="blocks"
-        )
-    start, end = max(read, have) // block_size, blocks_for(ready, block_size)
-    if ready <= max(read, have):
-        return [], []
-    if end > len(target):
-        raise RemoteProtocolError(
-            f"{ready} tokens are ready, but only {len(target)} blocks are reserved", field="ready"
-        )
-    return list(source[start - first : end - first]), list(target[start:end])

@@ -88,6 +88,12 @@ class LoopbackAgent:
         pairs = zip(wire.unpack_u32(source), wire.unpack_u32(target), strict=True)
         return LoopbackRead(self, peer, [(peer._block(there), self._block(here)) for there, here in pairs])
 
+    def make_read_runs(self, peer: LoopbackAgent, source: bytes, target: bytes, length: bytes) -> LoopbackRead:
+        runs = zip(*(memoryview(packed).cast("Q") for packed in (source, target, length)), strict=True)
+        return LoopbackRead(
+            self, peer, [(peer._memory[at : at + size], self._memory[to : to + size]) for at, to, size in runs]
+        )
+
     def _block(self, block: int) -> memoryview:
         return self._memory[block * self._block_bytes : (block + 1) * self._block_bytes]
 

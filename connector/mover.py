@@ -37,6 +37,7 @@ from .ipc import (
     ProbeMover,
     Read,
     ReadEnded,
+    ReadRuns,
     StopMover,
     ToMover,
 )
@@ -52,23 +53,26 @@ BLOCKED_POLL_MS = 250  # the longest sleep: signals and the death of control are
 
 
 class Peer:
-    """A loaded agent. `open_handles` counts posted handles to it; a leaving peer is forgotten when none is left."""
+    """A loaded agent. `blocks` is 0 when only runs are read from it. `open_handles` counts posted handles to it; a
+    leaving peer is forgotten when none is left."""
 
     def __init__(self, added: PeerAdd, remote: Any) -> None:
         self.name = added.peer
         self.agent_name = added.agent_name
-        self.blocks = added.region_bytes // added.block_bytes
+        self.region_bytes = added.region_bytes
+        self.blocks = added.region_bytes // added.block_bytes if added.block_bytes else 0
         self.remote = remote
         self.open_handles = 0
         self.leaving = False
 
 
 class OpenRead:
-    """A read that is not terminal. `problem` '' as long as none of its slices has failed."""
+    """A read that is not terminal. `make` makes a handle of a slice; `problem` is '' as long as none has failed."""
 
-    def __init__(self, read: int, peer: Peer, slices: deque[tuple[bytes, bytes]], size_bytes: int) -> None:
+    def __init__(self, read: int, peer: Peer, make: Callable[..., Any], slices: deque[Any], size_bytes: int) -> None:
         self.read = read
         self.peer = peer
+        self.make = make
         self.slices = slices
         self.size_bytes = size_bytes
         self.posted: list[Any] = []
@@ -102,6 +106,7 @@ class Mover:
     ) -> None:
         self._agent = agent
         self._block_bytes = block_bytes
+        self._region_bytes = region_bytes
         self._blocks = region_bytes // block_bytes
         self._clock_ns = clock_ns
         self._peers: dict[str, Peer] = {}
@@ -119,7 +124,7 @@ class Mover:
     def handle(self, message: ToMover) -> None:
         """Take one message. Raises LocalProtocolError for a read number that is still open."""
         match message:
-            case Read():
+            case Read() | ReadRuns():
                 self._read(message)
             case PeerAdd():
                 self._peer_add(message)
@@ -150,9 +155,9 @@ class Mover:
             raise LocalProtocolError(f"peer {message.peer} has been added already")
         if any(message.agent_name == peer.agent_name for peer in self._peers.values()):
             raise LocalProtocolError(f"agent {message.agent_name} is loaded for another peer already")
-        if message.block_bytes != self._block_bytes:
+        if message.block_bytes not in (0, self._block_bytes):
             raise RemoteProtocolError(f"block_bytes: theirs {message.block_bytes}, ours {self._block_bytes}")
-        if message.region_bytes < self._block_bytes:
+        if message.region_bytes < max(1, message.block_bytes):
             raise RemoteProtocolError(f"region_bytes: {message.region_bytes} do not hold one block")
 
     def _warm_up(self, peer: Peer) -> None:
@@ -180,23 +185,42 @@ class Mover:
             with contextlib.suppress(Broken):  # it is gone either way
                 self._agent.remove_peer(peer.remote)
 
-    def _read(self, message: Read) -> None:
+    def _read(self, message: Read | ReadRuns) -> None:
         if message.read in self._reads:
             raise LocalProtocolError(f"read {message.read} is still open")
-        source, target = wire.unpack_u32(message.source), wire.unpack_u32(message.target)
-        peer = self._peers.get(message.peer)
-        if peer is None or (problem := self._refusal(peer, source, target)):
-            problem = f"no peer {message.peer}" if peer is None else problem
-            self._out.append(ReadEnded(read=message.read, problem=problem, posted=False))
+        try:
+            read = self._opened(message)
+        except (ReadFailed, RemoteProtocolError) as e:
+            self._out.append(ReadEnded(read=message.read, problem=str(e), posted=False))
             return
-        read = OpenRead(message.read, peer, slices(source, target, self._block_bytes), len(source) * self._block_bytes)
         self._reads[message.read] = read
         self._order.append(read)
 
+    def _opened(self, message: Read | ReadRuns) -> OpenRead:
+        """Raises ReadFailed or RemoteProtocolError for what cannot be read."""
+        if (peer := self._peers.get(message.peer)) is None:
+            raise ReadFailed(f"no peer {message.peer}")
+        if self._stop_ns is not None:
+            raise ReadFailed("the mover is stopping")
+        if isinstance(message, ReadRuns):
+            return self._opened_runs(message, peer)
+        source, target = wire.unpack_u32(message.source), wire.unpack_u32(message.target)
+        if problem := self._refusal(peer, source, target):
+            raise ReadFailed(problem)
+        pieces, size_bytes = slices(source, target, self._block_bytes), len(source) * self._block_bytes
+        return OpenRead(message.read, peer, self._agent.make_read, pieces, size_bytes)
+
+    def _opened_runs(self, message: ReadRuns, peer: Peer) -> OpenRead:
+        from . import runs  # numpy is not part of the base install
+
+        asked = runs.unpack(message.source, message.target, message.length)
+        if problem := runs.refusal(asked, peer.region_bytes, self._region_bytes):
+            raise ReadFailed(problem)
+        pieces = runs.slices(asked, SLICE_BLOCKS_MAX, SLICE_BYTES_MAX)
+        return OpenRead(message.read, peer, self._agent.make_read_runs, pieces, asked.bytes)
+
     def _refusal(self, peer: Peer, source: Any, target: Any) -> str:
         """Why these blocks cannot be read, or ''. NIXL itself guards nothing inside a region."""
-        if self._stop_ns is not None:
-            return "the mover is stopping"
         if len(source) != len(target) or not source:
             return f"{len(source)} source blocks for {len(target)} target blocks"
         if max(source) >= peer.blocks:
@@ -240,7 +264,7 @@ class Mover:
     def _post_slice(self, read: OpenRead) -> None:
         read.started_ns = read.started_ns or self._clock_ns()
         try:
-            handle = self._agent.make_read(read.peer.remote, *read.slices.popleft())
+            handle = read.make(read.peer.remote, *read.slices.popleft())
         except ReadFailed as e:
             self._fail(read, str(e))
             return

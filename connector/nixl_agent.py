@@ -54,14 +54,14 @@ class NixlAgent:
             self._regions = self._agent.register_memory(
                 [(address, size_bytes, 0, ""), (self._scratch_address, mmap.PAGESIZE, 0, "")], "DRAM"
             )
+            self._address = address
             self._local = self._prepare("NIXL_INIT_AGENT", address, size_bytes)
             self.metadata: bytes = self._agent.get_agent_metadata()
 
     def _prepare(self, owner: str, address: int, size_bytes: int) -> Any:
         """A region as one row, [address, length, device, stride, count]: 100,000 blocks cost no more than one."""
-        rows = np.array(
-            [[address, self._block_bytes, 0, self._block_bytes, size_bytes // self._block_bytes]], np.uint64
-        )
+        block = min(self._block_bytes, size_bytes)
+        rows = np.array([[address, block, 0, block, size_bytes // block]], np.uint64)
         return self._agent.prep_xfer_dlist(owner, rows, "DRAM")
 
     def add_peer(self, name: str, metadata: bytes, base_address: int, region_bytes: int) -> RemotePeer:
@@ -94,6 +94,13 @@ class NixlAgent:
         """
         with translated(f"cannot prepare a read from agent {peer.name}", ReadFailed):
             return self._agent.make_prepped_xfer("READ", self._local, _ids(target), peer.descriptors, _ids(source))
+
+    def make_read_runs(self, peer: RemotePeer, source: bytes, target: bytes, length: bytes) -> Any:
+        """A handle for reading runs of bytes, not yet posted. Raises ReadFailed: there is no handle."""
+        with translated(f"cannot prepare a read from agent {peer.name}", ReadFailed):
+            here = self._agent.get_xfer_descs(_rows(self._address, target, length), "DRAM")
+            there = self._agent.get_xfer_descs(_rows(peer.base_address, source, length), "DRAM")
+            return self._agent.initialize_xfer("READ", here, there, peer.name)
 
     def post(self, handle: Any) -> bool:
         """Start a read; True when it is already done. Raises ReadFailed or ReadDoubtful."""
@@ -161,3 +168,11 @@ def _text(e: Exception) -> str:
 
 def _ids(packed: bytes) -> Any:
     return np.frombuffer(packed, "<u4").astype(np.int32)
+
+
+def _rows(address: int, offsets: bytes, lengths: bytes) -> Any:
+    """Descriptors, one a row: [address, length, device]."""
+    rows = np.zeros((len(offsets) // 8, 3), np.uint64)
+    rows[:, 0] = np.frombuffer(offsets, "<u8") + np.uint64(address)
+    rows[:, 1] = np.frombuffer(lengths, "<u8")
+    return rows

@@ -68,6 +68,7 @@ from .handoff import (
     OfferTick,
     PrefillAsked,
     PrefillBroke,
+    ReaderCame,
     ReaderGone,
     ReaderSaid,
     ShutdownBegan,
@@ -163,6 +164,9 @@ class Offers:
                 return self._prefill_broke(event, now_ns)
             case ReaderGone():
                 return self._reader_gone(event, now_ns)
+            case ReaderCame():
+                self._gone.pop((event.node, event.incarnation), None)
+                return []
             case EpochBegan():
                 return self._epoch_began(event, now_ns)
             case DrainBegan():

@@ -169,6 +169,10 @@ class BlockPool:
 
     # ------------------------------------------------------------ asking
 
+    def shareable(self) -> list[bytes]:
+        """The hashes that would hit now: what a snapshot of the cache events says."""
+        return list(self._by_hash)
+
     def available(self) -> int:
         """Blocks that could be given out now: free and cached ones."""
         return len(self._free) + len(self._cached)

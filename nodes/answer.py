@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdbus.bus.messages import Sampling, Token, TokenLogprob
@@ -22,16 +22,19 @@ class Answer:
     prompt: Sequence[int]
     sampling: Sampling
     checker: StopChecker
+    piece: Callable[[int], bytes]  # what a token stands for
     tokens: list[int] = field(default_factory=list)
     sent: int = 0
     text: str = ""  # complete, not yet sent
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens not yet sent
+    pieces: list[tuple[bytes, ...]] = field(default_factory=list)  # beside them, of each and its rivals
 
     def take(self, token: int, logprob: TokenLogprob | None) -> bool:
         """Append one token. True when it ends the answer."""
         self.tokens.append(token)
         if logprob is not None and self.sampling.logprobs is not None:
             self.logprobs.append(logprob)
+            self.pieces.append((self.piece(token), *(self.piece(other) for other, _ in logprob.top)))
         text, reason = self.checker.add(token)
         self.text += text
         return reason is not None
@@ -45,6 +48,7 @@ class Answer:
             tokens=pack_u32(self.tokens[self.sent :]),
             text=self.text,
             logprobs=tuple(self.logprobs),
+            pieces=tuple(self.pieces),
         )
-        self.sent, self.text, self.logprobs = len(self.tokens), "", []
+        self.sent, self.text, self.logprobs, self.pieces = len(self.tokens), "", [], []
         return message

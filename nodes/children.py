@@ -130,6 +130,7 @@ class HttpServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._child: Child | None = None
         self._stopping = False
+        self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         fd = self._socket.fileno()
@@ -145,5 +146,9 @@ class HttpServer:
     def _reaped(self, ended: Exit) -> None:
         if not self._stopping:
             log.error("HTTP: %s", ended)
-            loop = asyncio.get_running_loop()
-            self._restart = loop.call_later(HTTP_RESTART_S, lambda: loop.create_task(self.start()))
+            self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    async def _restart(self) -> None:
+        await asyncio.sleep(HTTP_RESTART_S)
+        if not self._stopping:
+            await self.start()

@@ -182,6 +182,12 @@ def serve(
     _bench("serve", as_json, prompt_tokens=prompt_tokens, requests=requests, model=model)
 
 
+@bench.command()
+def plan(as_json: AsJson = False) -> None:
+    """What it costs to plan reads between unlike KV layouts, and to apply a plan to 1,000 and 4,000 blocks."""
+    _bench("plan", as_json)
+
+
 def _bench(name: str, as_json: bool, **options: Any) -> None:
     """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
     import importlib

@@ -363,6 +363,9 @@ def _check_bus(c: Chosen, given: _Given) -> None:
         raise given.error(problem, "listen")
     if is_wildcard(advertise.host) or (is_loopback(advertise.host) and not is_loopback(listen.host)):
         raise given.error(f"other machines cannot connect to {advertise}: give this one's address", "advertise")
+    own = [address for address in (c["listen"], c["advertise"]) if address in c["join"]]
+    if own:
+        raise given.error(f"{own[0]} is this node's own address: give another member's", "join")
     if events.port == 65535:
         raise given.error("leaves no port for the events' replay: give a smaller one", "events", "listen")
     if events.port and listen.port in (events.port, events.port + 1):

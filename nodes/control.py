@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import time
 from collections import deque
@@ -22,22 +21,30 @@ import zmq
 
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
-from pdbus.bus.errors import Broken, ConfigError, RemoteProtocolError
-from pdbus.bus.hashing import block_hashes, prompt_digest
+from pdbus.bus.errors import Broken, ConfigError
+from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, FirstToken, Hello, PrefillRequest, TryId
+from pdbus.bus.messages import (
+    Agent,
+    FirstToken,
+    Hello,
+    PrefillRequest,
+    TryId,
+)
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.recorder import Recorder
-from pdbus.bus.wire import decode, encode, pack_u32, unpack_u32
+from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
-from pdbus.connector.channel import make_run_directory
 from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.process import Exit
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 
 from . import events as ev
+from . import report
 from .binding import bind_bus
+from .checks import check_first_tokens, checked_prompt
 from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
@@ -64,15 +71,15 @@ def run_node(config: NodeConfig) -> int:
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
     slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
-    directory = make_run_directory(config.run_dir)
+    directory = RunDirectory(config.run_dir)
     try:
-        control = Control(config, setup, slab, directory)
+        control = Control(config, setup, slab, directory.path)
         try:
             return await control.run()
         finally:
             await control.close()
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.close()
         slab.close()
 
 
@@ -103,6 +110,7 @@ class Control:
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
         self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self.worker: Managed[ipc.FromWorker] = Managed(
             "pdbus.nodes.worker",
@@ -143,7 +151,10 @@ class Control:
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
-        log.info("model %s, %d KV blocks of %d tokens", self.setup.model, self.setup.blocks, self.config.block_size)
+        log.info(
+            "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
+            self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
+        )  # fmt: skip
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         serving = self._loop.create_task(self.endpoint.serve())
@@ -154,6 +165,7 @@ class Control:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
+        self.intake.farewell()
         await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
         self.publisher.close()
@@ -161,6 +173,10 @@ class Control:
         self._context.term()
         if self._recorder is not None:
             self._recorder.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
 
     def end(self, status: int) -> None:
         if not self._ended.done():
@@ -245,11 +261,12 @@ class Control:
             return
         message = received.message
         if isinstance(message, PrefillRequest):
-            prompt, hashes = _checked_prompt(received, self.setup)
+            prompt, hashes = checked_prompt(received, self.setup)
             self._prompts[message.try_] = prompt
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message, block_hashes=hashes))
             self._prompts.pop(message.try_, None)
         else:
+            check_first_tokens(message, self.setup)
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
 
     def _on_link_lost(self, link: str) -> None:
@@ -449,6 +466,8 @@ class Control:
     # ------------------------------------------------------------ the rest
 
     def _publish(self, e: ev.Publish) -> None:
+        if e.topic == "node" and (line := report.news(e.event, e.data)):
+            log.info("%s", line)
         self.publisher.publish(e.topic, e.event, e.data)
 
     def _drained(self, e: ev.Drained) -> None:
@@ -487,25 +506,6 @@ class Control:
             deterministic=c.deterministic,
         )
         return MembershipConfig(name=c.name, incarnation=self.incarnation, hello=hello)
-
-
-def _checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[bytes, ...]]:
-    """The prompt of a prefill.request, as its digest and length promise, and the hashes of its full blocks."""
-    message = received.message
-    assert isinstance(message, PrefillRequest)
-    prompt = received.raw[0] if received.raw else b""
-    if len(prompt) != 4 * message.prompt_tokens or not prompt:
-        raise RemoteProtocolError(
-            f"{len(prompt)} bytes of prompt for {message.prompt_tokens} tokens", kind=message.KIND, field="raw"
-        )
-    if prompt_digest(prompt) != message.prompt_digest:
-        raise RemoteProtocolError("the prompt does not match its digest", kind=message.KIND, field="prompt_digest")
-    ids = unpack_u32(prompt)
-    if max(ids) >= setup.vocab_size:
-        raise RemoteProtocolError(
-            f"token id {max(ids)} is outside the vocabulary of {setup.vocab_size}", kind=message.KIND, field="raw"
-        )
-    return prompt, block_hashes(ids, setup.geometry.block_size)
 
 
 _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {

@@ -27,7 +27,7 @@ from pdbus.bus.messages import (
     StalePeer,
     TransferDone,
 )
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
@@ -123,6 +123,8 @@ class NodeCore:
         busy = frozenset((*self.requests.fetching_from(), *self.prefills.readers()))
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
+        if cache := self.pool.take_events():
+            out.append(ev.Publish(topic="kv", event="blocks", data={"events": [to_plain(c) for c in cache]}))
         if self.drain_until is not None and not self._drained and self._idle():
             self._say_goodbye(now, out)
 
@@ -142,8 +144,7 @@ class NodeCore:
         message, header = event.message, event.header
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
-        if isinstance(message, PrefillRequest) and not (self.worker_up and self.mover_up):
-            failed = PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
+        if isinstance(message, PrefillRequest) and (failed := self._unfit(message)):
             out.append(ev.Send(link=event.link, to=header.from_, to_inc=header.from_inc, message=failed))
         elif isinstance(message, PrefillRequest):
             asked = ho.PrefillAsked(link=event.link, message=message, block_hashes=event.block_hashes)
@@ -156,6 +157,14 @@ class NodeCore:
         elif isinstance(message, OWNER_MESSAGES):
             heard = ho.OwnerSaid(link=event.link, node=header.from_, incarnation=header.from_inc, message=message)
             self._fetch(heard, now, out)
+
+    def _unfit(self, message: PrefillRequest) -> PrefillFailed | None:
+        """What the engine behind the offers cannot do, now or ever."""
+        if message.prompt_tokens > self.config.max_model_len:
+            return PrefillFailed(try_=message.try_, cause="too_long")
+        if not (self.worker_up and self.mover_up):
+            return PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
+        return None
 
     def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
         """Let membership hear it, and the halves of the hand-off its news. False: it was rejected."""
@@ -179,6 +188,7 @@ class NodeCore:
             code, problem = refusal
             self._end(request, "error", now, out, code=code, problem=problem)
             return
+        out.append(_request_event("arrived", event.request, prompt_tokens=event.prompt_tokens))
         out.append(ev.OpenSequence(seq=request.seq, sampling=event.sampling, request=event.request))
 
     def _refusal(self, r: Request) -> tuple[str, str] | None:
@@ -220,6 +230,7 @@ class NodeCore:
         for effect in effects:
             if isinstance(effect, ev.EndRequest):
                 self._fetch(ho.FetchLeft(request=effect.request), now, out)
+                out.append(_request_event("ended", effect.request, reason=effect.reason, code=effect.code))
 
     # ------------------------------------------------------------ fetching
 
@@ -227,9 +238,12 @@ class NodeCore:
         """The prefill node for a request's next attempt, or None: computed here."""
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
             return None
-        return self.peers.next_source(
-            now, lambda p: p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
-        )
+        return self.peers.next_source(now, lambda p: self._can_prefill(p, r))
+
+    def _can_prefill(self, p: ms.Peer, r: Request) -> bool:
+        longest = p.hello.max_model_len if p.hello else 0
+        fits = not longest or r.prompt_tokens <= longest
+        return fits and p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
 
     def _attempt_ns(self) -> int:
         """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
@@ -269,8 +283,11 @@ class NodeCore:
         if failed.peer_suspect:
             self.peers.avoid(failed.node, now)
         self.requests.attempt_failed(failed)
-        data: dict[str, object] = {"attempt": failed.attempt, "node": failed.node, "cause": failed.cause}
-        out.append(ev.Publish(topic="request", event="attempt.failed", data={"request": failed.request.hex(), **data}))
+        out.append(
+            _request_event(
+                "attempt.failed", failed.request, attempt=failed.attempt, node=failed.node, cause=failed.cause
+            )
+        )
 
     # ------------------------------------------------------------ worker
 
@@ -345,7 +362,7 @@ class NodeCore:
             self.pool.reset()
 
     def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        self.peers.added(event.peer, event.problem)
+        self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
         request = self._reads.pop(event.read, None)
@@ -401,9 +418,10 @@ class NodeCore:
     def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(self._load(), now, out)
         self._membership(ms.Tick(), now, out)
+        out += self.peers.tick(now)
         out += self.prefills.handle(ho.OfferTick(), now)
         self._fetch(ho.FetchTick(), now, out)
-        for request in self.requests.overdue(now):
+        while (request := self.requests.overdue(now)) is not None:
             problem = f"not finished within its deadline (state: {request.state.value})"
             self._end(request, "error", now, out, code="deadline", problem=problem)
         if self.drain_until is not None and self.drain_until <= now and not self._drained:
@@ -415,6 +433,10 @@ class NodeCore:
             running=len(self.requests) - self.requests.waiting,
             free_blocks=self.pool.available(),
         )
+
+
+def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
+    return ev.Publish(topic="request", event=event, data={"request": request.hex(), **data})
 
 
 _Handler = Callable[[NodeCore, Any, int, list[ev.NodeEffect]], None]

@@ -25,6 +25,7 @@ from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared
 from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
 from pdbus.connector.pool import BlockPool
+from pdbus.connector.timers import Timers
 
 from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect, TakeFirstToken
 from .scheduler import Scheduler, Sequence, give_up_blocks
@@ -98,6 +99,7 @@ class Requests:
         self._fetching: dict[str, int] = {}  # how many fetch from that node
         self._by_seq: dict[int, Request] = {}
         self._by_client: dict[str, Request] = {}
+        self._deadlines: Timers[bytes] = Timers()
         self._orders = 0
 
     def __len__(self) -> int:
@@ -127,10 +129,12 @@ class Requests:
         return len(self._waiting)
 
     def next_deadline(self) -> int | None:
-        return min((r.deadline_ns for r in self._requests.values()), default=None)
+        return self._deadlines.next_deadline()
 
-    def overdue(self, now: int) -> list[Request]:
-        return [r for r in self._requests.values() if r.deadline_ns <= now]
+    def overdue(self, now: int) -> Request | None:
+        """The next request whose deadline has passed, for the caller to end."""
+        request = self._deadlines.pop_due(now)
+        return self._requests[request] if request is not None else None
 
     # ------------------------------------------------------------ in
 
@@ -152,6 +156,7 @@ class Requests:
         )
         self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
         self._waiting.append(r)
+        self._deadlines.set(r.request, r.deadline_ns)
         return r
 
     def admit(self, now: int) -> list[FetchAsked]:
@@ -337,6 +342,7 @@ class Requests:
     ) -> list[NodeEffect]:
         """The one end. The caller tells the hand-off (FetchLeft) of a request that was fetching."""
         del self._requests[r.request], self._by_seq[r.seq], self._by_client[r.client]
+        self._deadlines.clear(r.request)
         if r.state is State.WAITING:
             self._waiting.remove(r)
         node = r.node

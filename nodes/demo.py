@@ -78,7 +78,7 @@ def run_demo() -> int:
 async def _demo(options: dict[str, Any], console: Console) -> int:
     apart = Cluster(prefill=1, decode=1, options=options)
     two = await _run(apart, "a prefill node and a decode node", console, _Telling(console))
-    console.print("\nThe same prompts on one node that does both:")
+    console.print("\nThe same prompts, all at once, on one node that does both:")
     one = await _run(Cluster(prefill=0, decode=0, both=1, options=options), "one node", console, None)
     return verdict(two, one, console)
 
@@ -89,15 +89,21 @@ async def _run(cluster: Cluster, what: str, console: Console, telling: _Telling 
     try:
         for node in cluster.nodes:
             console.print(f"{node.name} pid {node.pid} {node.address} {node.http}", style="dim")
-        answers = [await _ask((cluster.decode or cluster.both)[0], prompt, telling) for prompt in PROMPTS]
+        answers = await _ask_all((cluster.decode or cluster.both)[0], telling)
         return Run(answers, [node.name for node in cluster.nodes if not await _is_clean(node)])
     finally:
         await cluster.stop()
 
 
-async def _ask(node: NodeProcess, prompt: str, telling: _Telling | None) -> Answered:
-    if telling is None:
-        return await asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, lambda text: None)
+async def _ask_all(node: NodeProcess, telling: _Telling | None) -> list[Answered]:
+    """Shown one after the other; else all at once, since neighbours must not change a token either."""
+    if telling is not None:
+        return [await _ask(node, prompt, telling) for prompt in PROMPTS]
+    asked = (asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, lambda text: None) for prompt in PROMPTS)
+    return list(await asyncio.gather(*asked))
+
+
+async def _ask(node: NodeProcess, prompt: str, telling: _Telling) -> Answered:
     telling.asked(prompt)
     answered = await asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, telling.text)
     telling.answered(answered)

@@ -7,12 +7,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
 from pdbus.bus.endpoint import Received
-from pdbus.bus.errors import PdError, RequestError
+from pdbus.bus.errors import Closed, ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
     Cancel,
@@ -23,6 +22,7 @@ from pdbus.bus.messages import (
     Disconnect,
     DisconnectReply,
     Error,
+    EventsSnapshot,
     Finished,
     Generate,
     Ledger,
@@ -34,13 +34,15 @@ from pdbus.bus.messages import (
     StatusReply,
     TokenLogprob,
 )
-from pdbus.bus.wire import pack_u32, replace, unpack_u32
+from pdbus.bus.ports import parse_address
+from pdbus.bus.wire import pack_u32, replace
 from pdbus.connector import ipc
 
 from . import events as ev
 from . import report
 from .answer import Answer
 from .limits import check_sampling
+from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
 
@@ -57,12 +59,12 @@ log = logging.getLogger("pdbus.intake")
 
 
 class Intake:
-    """The answers under way, and a thread that tokenizes."""
+    """The answers under way."""
 
     def __init__(self, control: Control, tokenizer: Tokenizer) -> None:
         self._control = control
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._reader = PromptReader(tokenizer, control.setup.vocab_size)
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
         self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
@@ -75,6 +77,7 @@ class Intake:
             Credit: self._credit,
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
+            EventsSnapshot: self._snapshot,
             Connect: lambda r: self._answer_later(r, self._connect(r.message)),
             Disconnect: lambda r: self._answer_later(r, self._disconnect(r.message)),
         }
@@ -87,16 +90,28 @@ class Intake:
         handler(received)
         return True
 
+    def farewell(self) -> None:
+        """The node ends. Whoever still waits for an answer is told so; after a drain nobody does."""
+        for a in self._answers.values():
+            error = Error(message=f"node {self._control.config.name} has failed", code="broken", client_id=a.client_id)
+            self._say(a, Finished(client_id=a.client_id, request=a.request, reason="error", error=error))
+        self._answers.clear()
+
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
 
     # ------------------------------------------------------------ generate
 
     def _generate(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Generate)
+        if self._control.config.role == "prefill":
+            name = self._control.config.name
+            raise RequestError(
+                f"{name} only prefills for other nodes: ask a decode node", code="wrong_role", status=421
+            )
         key = client_key(received, message.client_id)
         if key in self._tokenizing or self._control.core.requests.of_client(key) is not None:
             raise RequestError("this client_id is in use by a request of yours", param="client_id")
@@ -117,8 +132,10 @@ class Intake:
         arrived = time.monotonic_ns()
         try:
             sampling = self._checked_sampling(message)
-            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._prompt_ids, message)
+            prompt = await self._reader.read(message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
+            if self._control.ended:
+                raise Closed(f"node {self._control.config.name} has ended")
         except PdError as e:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
@@ -138,6 +155,7 @@ class Intake:
             prompt=prompt,
             sampling=sampling,
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
+            piece=self._tokenizer.piece,
         )
         self._control.post(
             ev.GenerateAsked(
@@ -152,24 +170,6 @@ class Intake:
                 credit=message.credit,
             )
         )
-
-    def _prompt_ids(self, message: Generate) -> Sequence[int]:
-        given = [name for name in ("text", "messages", "tokens") if getattr(message, name) is not None]
-        if len(given) != 1:
-            raise RequestError("give exactly one of text, messages and tokens", param="prompt")
-        if message.messages is not None:
-            ids: Sequence[int] = self._tokenizer.chat(message.messages)
-        elif message.text is not None:
-            ids = self._tokenizer.encode(message.text) if message.text else ()
-        else:
-            assert message.tokens is not None
-            ids = unpack_u32(message.tokens)
-        if not ids:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-        vocabulary = self._control.setup.vocab_size
-        if max(ids) >= vocabulary:
-            raise RequestError(f"token id {max(ids)} is outside the vocabulary of {vocabulary}", param="prompt")
-        return ids
 
     def _checked_sampling(self, message: Generate) -> Sampling:
         s = message.sampling
@@ -324,16 +324,28 @@ class Intake:
         clean, ledger = report.ledger(self._control.core)
         return LedgerReply(clean=clean, ledger=ledger)
 
+    def _snapshot(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, EventsSnapshot)
+        self._reply(received, self._control.publisher.snapshot(message))
+
     async def _connect(self, message: Message) -> ConnectReply:
         assert isinstance(message, Connect)
         outcomes = await asyncio.gather(*(self._join(address) for address in message.addresses))
         return ConnectReply(outcomes=tuple(outcomes))
 
     async def _join(self, address: str) -> Outcome:
+        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
+        try:
+            parse_address(address, "address")
+        except ConfigError as e:
+            return Outcome(target=address, ok=False, detail=e.problem)
+        if address == self._control.address:
+            return Outcome(target=address, ok=False, detail="this is the node itself")
         self._control.post(ev.JoinAsked(address=address))
         await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
         outcome = report.joined(self._control.core, address)
-        return outcome or Outcome(target=address, ok=False, detail=f"no answer within {JOIN_WAIT_S:g} s")
+        return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
 
     async def _disconnect(self, message: Message) -> DisconnectReply:
         assert isinstance(message, Disconnect)
@@ -356,7 +368,8 @@ class Intake:
             return False
         self._probe += 1
         key = (what, self._probe)
-        answered = self._probes[key] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes[key] = answered
         if what == "worker":
             self._control.worker.send(ipc.ProbeWorker(probe=self._probe))
         else:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderGone
+from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderCame, ReaderGone
 
 from . import events as ev
 from .decode import Source
 
 LOADING = "its agent is not loaded yet"
+RELOAD_NS = 30_000_000_000  # an agent that could not be loaded is tried again so much later: a network may heal
 AVOID_NS = 5_000_000_000  # how long a node that failed an attempt comes last
 
 News = FetchEvent | OfferEvent
@@ -28,6 +29,7 @@ class Peers:
         self._block_bytes = block_bytes
         self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
         self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
+        self._reload_ns: dict[str, int] = {}  # by peer key: when to try again
         self._mover_up = False
         self._avoided_until: dict[str, int] = {}
         self._last = ""  # round robin: the name chosen last
@@ -59,11 +61,16 @@ class Peers:
                     )
                 )
             case ms.PeerUp():
+                news.append(ReaderCame(node=effect.peer.name, incarnation=effect.peer.incarnation))
                 out.append(_node_event("node.up", effect.peer))
             case ms.PeerAgent():
                 self._agent(effect, out, news)
             case ms.PeerDown():
                 self._down(effect, out, news)
+            case ms.CallFailed() | ms.TurnedAway():
+                event = "node.unreachable" if isinstance(effect, ms.CallFailed) else "node.refused"
+                data: dict[str, object] = {"node": effect.name, "address": effect.address, "reason": effect.reason}
+                out.append(ev.Publish(topic="node", event=event, data=data))
             case ms.DrainAsked():
                 self.drain_asked = True
 
@@ -94,11 +101,13 @@ class Peers:
         for key in [k for k in self._agents if k.startswith(life) and k != but]:
             del self._agents[key]
             self._ready.pop(key, None)
+            self._reload_ns.pop(key, None)
             if self._mover_up:  # it has been told of this one, loaded or not yet
                 out.append(ev.RemovePeer(peer=key))
 
     def next_deadline(self) -> int | None:
-        return self._membership.next_deadline()
+        deadlines = (self._membership.next_deadline(), *self._reload_ns.values())
+        return min((d for d in deadlines if d is not None), default=None)
 
     def members(self) -> list[ms.Peer]:
         return self._membership.members()
@@ -114,15 +123,24 @@ class Peers:
     def mover_lost(self) -> None:
         self._mover_up = False
         self._ready.clear()
+        self._reload_ns.clear()
 
     def mover_up(self) -> list[ev.NodeEffect]:
         """A new mover knows nobody."""
         self._mover_up = True
         return list(self._agents.values())
 
-    def added(self, peer: str, problem: str) -> None:
+    def added(self, peer: str, problem: str, now: int) -> None:
         if peer in self._agents:
             self._ready[peer] = problem
+            if problem:
+                self._reload_ns[peer] = now + RELOAD_NS
+
+    def tick(self, now: int) -> list[ev.NodeEffect]:
+        due = [key for key, at in self._reload_ns.items() if at <= now]
+        for key in due:
+            del self._reload_ns[key]
+        return [self._agents[key] for key in due]
 
     def problem(self, peer: ms.Peer) -> str:
         """Why its memory cannot be read, '' when it can or need not."""

@@ -11,6 +11,8 @@ from .core import NodeCore
 from .decode import Request
 from .peers import LOADING
 
+NEWS_CHARS_MAX = 1000
+
 
 def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
     """Every block and lease accounted for; clean when nothing but free and cached blocks is left."""
@@ -87,13 +89,15 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
 
 def member(core: NodeCore, target: str) -> ms.Peer | None:
     """Whom a name or an address stands for."""
-    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at)), None)
+    if not target:
+        return None
+    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at, *p.aliases)), None)
 
 
 def joined(core: NodeCore, address: str) -> Outcome | None:
     """What joining that address has come to, good or bad; None while it is under way."""
     p = member(core, address)
-    if p is None:
+    if p is None or p.calling:
         return None
     if p.state is ms.PeerState.UP:
         problem = core.peers.problem(p)
@@ -103,11 +107,38 @@ def joined(core: NodeCore, address: str) -> Outcome | None:
     return None
 
 
+def waiting(core: NodeCore, address: str) -> str:
+    """Why joining that address is not decided yet."""
+    p = member(core, address)
+    if p is None or p.state is not ms.PeerState.UP:
+        return "no answer yet: it is called again and again"
+    return f"linked with {p.name}, but {core.peers.problem(p)}"
+
+
+def news(event: str, data: dict[str, Any]) -> str:
+    """One line for the log about what happened to another node; '' for what is no news to people."""
+    return " ".join(_news(event, data).split())[:NEWS_CHARS_MAX]  # much of it is what that node says of itself
+
+
+def _news(event: str, data: dict[str, Any]) -> str:
+    who = data["node"] or data.get("address", "")
+    match event:
+        case "node.up":
+            return f"{who} ({data['role']}) is a member"
+        case "node.down":
+            return f"{who} is gone: {data['reason']}"
+        case "node.unreachable":
+            return f"{' at '.join(filter(None, (data['node'], data['address'])))} cannot be joined: {data['reason']}"
+        case "node.refused":
+            return f"{who} was refused: {data['reason']}"
+    return ""
+
+
 def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
-    """Gauges and counters by name, for /metrics. Names are only ever added."""
+    """Gauges, and counters whose names end in _total, for /metrics. Names are only ever added."""
     counts = core.pool.counts()
     return {
-        "kv_blocks_total": counts.total,
+        "kv_blocks": counts.total,
         "kv_blocks_free": counts.free,
         "kv_blocks_cached": counts.cached,
         "kv_blocks_in_use": counts.in_use,
@@ -118,5 +149,5 @@ def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
         "requests_waiting": core.requests.waiting,
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
         "agent_epoch": core.epoch,
-        **counters,
+        **{f"bus_{name}_total": count for name, count in counters.items()},
     }

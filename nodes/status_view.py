@@ -51,6 +51,10 @@ async def _ledger(client: Client) -> dict[str, Any]:
 
 
 async def _watch(client: Client, read: Any, ledger: bool) -> None:
+    console = output()
+    while not console.is_terminal:  # nothing can be redrawn there: one below the other
+        console.print(_view(await read(client), ledger))
+        await asyncio.sleep(WATCH_S)
     with Live(_view(await read(client), ledger), auto_refresh=False) as live:
         while True:
             live.update(_view(await read(client), ledger), refresh=True)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from pdbus.bus.errors import ConfigError, RequestError
 
+from .pieces import Pieces
+
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8, or not yet, decode to
 HELD_IDS_MAX = 16  # a character has at most four bytes: a longer unfinished run is no UTF-8, and is not held for ever
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -51,6 +53,10 @@ class Tokenizer(Protocol):
 
     def decoder(self) -> Detokenizer:
         """A new detokenizer, for one answer."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for by itself; special tokens stand for their names."""
         ...
 
 
@@ -133,6 +139,9 @@ class ByteTokenizer:
     def decoder(self) -> Detokenizer:
         return _ByteDetokenizer()
 
+    def piece(self, token: int) -> bytes:
+        return bytes((token & 255,))
+
 
 def _bytes_of(ids: Sequence[int]) -> bytes:
     return bytes(i & 255 for i in ids if i not in ByteTokenizer.eos_ids)
@@ -164,10 +173,10 @@ class HFTokenizer:
         special = {k: _content_of(v) for k, v in settings.items() if k.endswith("_token") and _content_of(v)}
         self._variables = {**special, "tools": None, "documents": None}  # templates ask `is not none`
         self._render = _template(folder, settings)
+        self._pieces = Pieces(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(_checked_text(text, "prompt"), add_special_tokens=True).ids
-        return ids
+        return self._ids(text, "prompt", special=True)
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         checked = checked_messages(messages)
@@ -177,8 +186,18 @@ class HFTokenizer:
             text = self._render(messages=checked, add_generation_prompt=add_generation_prompt, **self._variables)
         except Exception as e:  # whatever the model's template, a program of its own, may raise
             raise RequestError(f"the model's chat template refuses this conversation: {e}", param="messages") from None
-        ids: list[int] = self._tokenizer.encode(_checked_text(text, "messages"), add_special_tokens=False).ids
-        return ids  # the template has written the special tokens itself
+        return self._ids(text, "messages", special=False)  # the template has written the special tokens itself
+
+    def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
+        try:
+            # A batch's calls let go of Python's lock while they work; `encode` would stop the node for seconds.
+            [encoded] = self._tokenizer.encode_batch_fast([_checked_text(text, param)], add_special_tokens=special)
+        except RequestError:
+            raise
+        except Exception as e:  # the package raises bare Exception, for text that has no token
+            raise RequestError(f"{param}: the model's tokenizer does not take it: {e}", param=param) from None
+        ids: list[int] = encoded.ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -186,6 +205,9 @@ class HFTokenizer:
 
     def decoder(self) -> Detokenizer:
         return WindowDetokenizer(self.decode)
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces.of(token)
 
 
 class WindowDetokenizer:

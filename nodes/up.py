@@ -19,12 +19,16 @@ from pdbus.bus.errors import Broken, ConfigError
 from .cluster import Cluster
 from .config import DEMO_MODEL, load
 from .node_process import NodeProcess
+from .setup import set_up
 
 __all__ = ["Cluster", "run_up", "serve"]
 
 BUS_PORT = 7400
 COLOURS = {"prefill": ("cyan", "blue"), "decode": ("magenta", "red"), "both": ("green", "yellow")}
 NAME_CHARS = 10
+QUESTION = (
+    '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'
+)
 
 
 def run_up(
@@ -34,7 +38,11 @@ def run_up(
     if decode + both == 0:
         raise ConfigError("--decode", "no node would answer requests; give at least 1, or --both 1")
     options = with_model(settings)
-    load({**options, "role": "both"}, _environment(), file=config)  # one clear line instead of one from every node
+    chosen = load({**options, "role": "both"}, _environment(), file=config)
+    try:
+        set_up(chosen)  # one clear line instead of one from every node
+    except ConfigError as e:
+        raise chosen.as_written(e) from None
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,
@@ -109,16 +117,16 @@ async def _unless(asked: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 
 
 async def _until_end(cluster: Cluster, asked: asyncio.Event, console: Console) -> int:
-    """A node that ends unasked is told and left behind: the others go on. 1 when one did."""
+    """A node that ends unasked is told and left behind: the others go on. 1 when one failed, not when it drained."""
     ends = {asyncio.create_task(node.wait()): node for node in cluster.nodes}
-    lost = 0
+    failed = False
     while ends and await _unless(asked, _one_of(ends)):
         for task in [task for task in ends if task.done()]:
             print_line(console, ends.pop(task), f"ended with status {task.result()}")
-            lost += 1
+            failed |= task.result() != 0
     if ends:
         console.print("draining; again to end at once", style="dim")
-    return int(lost > 0)
+    return int(failed)
 
 
 async def _one_of(tasks: Iterable[asyncio.Task[int]]) -> None:
@@ -139,8 +147,9 @@ def welcome(cluster: Cluster) -> Text:
         text.append(f"  {node.name:<{NAME_CHARS}}", style=COLOURS[node.role][0])
         text.append(f"{node.address}  {node.http}\n")
     front = (cluster.decode or cluster.both)[0]
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}'
-    text.append(f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
+    text.append(
+        f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{QUESTION}'\n"
+    )
     text.append(f"  pd status {front.address}\n\n")
     text.append("Ctrl-C drains and ends all nodes.\n", style="dim")
     return text

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from types import TracebackType
 from typing import TypeVar
 
 import zmq
 
 from pdbus.bus.errors import Broken
-from pdbus.connector.channel import make_run_directory
 from pdbus.connector.ipc import FromMover, MoverArgs, MoverFailed, MoverReady, PeerAdd, PeerAdded, StopMover, ToMover
 from pdbus.connector.process import Exit
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 from pdbus.nodes.children import Managed
 
@@ -69,7 +68,7 @@ class Movers:
     """Any number of movers; all are stopped at the end of the `async with`."""
 
     def __init__(self) -> None:
-        self._directory = make_run_directory()
+        self._directory = RunDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._movers: list[LiveMover] = []
 
@@ -84,12 +83,12 @@ class Movers:
             await mover.ended
             mover.slab.close()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
 
     async def start(self, agent_name: str, slab_bytes: int, block_bytes: int) -> LiveMover:
         """A mover that is ready. Raises Broken when it does not start."""
         slab = Slab.create(slab_bytes)
-        directory = self._directory / agent_name
+        directory = self._directory.path / agent_name
         directory.mkdir()
         args = MoverArgs(
             endpoint="", slab_path=slab.path, slab_bytes=slab_bytes, block_bytes=block_bytes, agent_name=agent_name

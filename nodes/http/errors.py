@@ -23,7 +23,7 @@ KINDS: tuple[tuple[type[PdError], int, str, str], ...] = (
     (LocalProtocolError, 500, "internal_error", "internal_error"),
     (PdError, 503, "unavailable_error", "unavailable"),
 )
-STATUS_OF_CODE = {"model_not_found": 404}
+STATUS_OF_CODE = {"model_not_found": 404, "wrong_role": 421}
 CLOSING = (408, 413)  # the body has not been read: what follows on the connection is no request
 
 

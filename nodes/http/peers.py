@@ -29,6 +29,7 @@ INFO_S = 5.0  # for an endpoint to answer /pd/info
 INFO_BYTES_MAX = 64 << 10  # a stranger may answer anything
 ENDPOINTS_MAX = 256  # all are asked at once
 GIVE_HTTP = "give the node's HTTP address, or join it over the bus with pd connect"
+HTTP = b"HTTP/"
 ZMTP_GREETING = re.compile(rb"\xff.{8}\x7f", re.DOTALL)
 CONTROL = re.compile(r"[\s\x00-\x1f\x7f]")  # would end the request line
 
@@ -172,15 +173,17 @@ async def _get(url: SplitResult) -> bytes:
         writer.write(f"GET {url.path}/pd/info HTTP/1.0\r\nHost: {url.netloc}\r\n\r\n".encode())
         while len(answer) < INFO_BYTES_MAX and (data := await reader.read(INFO_BYTES_MAX)):
             answer += data
+            if not answer.startswith(HTTP[: len(answer)]):
+                break  # a ZeroMQ port, for one, says what it is and then waits for ever
     return bytes(answer)
 
 
 def _info(answer: bytes) -> Info:
     head, _, body = answer.partition(b"\r\n\r\n")
-    version, _, status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")
+    _, _, status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")
     if ZMTP_GREETING.match(answer):
         raise RequestError(f"is a bus port; {GIVE_HTTP}")
-    if not version.startswith("HTTP/"):
+    if not answer.startswith(HTTP):
         raise RequestError(f"is no pdbus node: it does not speak HTTP there; {GIVE_HTTP}")
     if not status.startswith("200"):
         raise RequestError(f"is no pdbus node: GET /pd/info answered {status[:80]}")

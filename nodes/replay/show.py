@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.recorder import SUFFIX, Record, Recording, RecordingHeader, read
+
+from ..tables import output
 
 DETAIL_CHARS_MAX = 160
 KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
@@ -43,7 +44,7 @@ def show_request(wanted: str, paths: Sequence[Path]) -> int:
     if len(found) != 1:
         print(f"pd-replay: {_mismatch(wanted, found, moments, paths)}", file=sys.stderr)
         return EXIT_NOT_FOUND
-    Console().print(render(found[0], belonging(moments, found[0])))
+    output().print(render(found[0], belonging(moments, found[0])))
     for note in notes:
         print(f"pd-replay: {note}", file=sys.stderr)
     return 0

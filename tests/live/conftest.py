@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,14 @@ from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.node_process import NodeProcess
 
 T = TypeVar("T")
+POISON = b"\xa5"
 CLEAN_S = 10.0  # for the last lease to end and the last read to be reported, on a busy machine
+
+
+def slab_of(pid: int) -> Path:
+    """The memfd that a control process holds its KV slab in."""
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    return next(file for file in files if os.readlink(file).startswith("/memfd:"))
 
 
 class Answered(NamedTuple):
@@ -74,6 +83,11 @@ class Live:
         there = self.ask(self.oracle, lambda client: answer(client, prompt, **sampling))
         return here, there
 
+    def poison(self, node: NodeProcess) -> None:
+        """Fill a node's whole KV slab with POISON. Whatever it had cached is spoilt: ask for no prefix of it again."""
+        with open(slab_of(node.pid), "r+b") as slab, mmap.mmap(slab.fileno(), 0) as memory:
+            memory[:] = POISON * len(memory)
+
     def check_clean(self) -> None:
         """Both ledgers: nothing but free and cached blocks left, no lease, no read, no request."""
         self.run(self._until_clean())
@@ -111,9 +125,16 @@ def live_cluster(prefill: int = 1, decode: int = 1, **arguments: Any) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def coded_cluster() -> Iterator[Live]:
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's coded cluster records."""
+    return tmp_path_factory.mktemp("recordings")
+
+
+@pytest.fixture(scope="module")
+def coded_cluster(recordings: Path) -> Iterator[Live]:
     """1P + 1D and an oracle, coded engine over real NIXL: every byte read is checked, every token depends on all."""
-    with live_cluster(options={"engine": "coded", "kv_blocks": 512, "prefill_chunk": 64}) as live:
+    options = {"engine": "coded", "kv_blocks": 512, "prefill_chunk": 64, "record": str(recordings)}
+    with live_cluster(options=options) as live:
         yield live
 
 
@@ -143,3 +164,11 @@ def torch_cluster(tiny_llama: Path) -> Iterator[Live]:
 def deterministic(torch_cluster: Live) -> Iterator[Live]:
     yield torch_cluster
     torch_cluster.check_clean()
+
+
+@pytest.fixture(scope="module")
+def fast(tiny_llama: Path) -> Iterator[Live]:
+    """1P + 1D and an oracle, torch engine as people run it."""
+    with live_cluster(options={"model": str(tiny_llama), "kv_blocks": 256}) as live:
+        yield live
+        live.check_clean()

@@ -1,4 +1,4 @@
-"""Clusters to hurt: real processes to kill, freeze and start again, while requests run whose right answers are known."""
+"""Clusters to hurt: real processes to kill, freeze and start again, while requests run whose answers are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import functools
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import PdError
 from pdbus.bus.messages import Sampling
 from pdbus.connector.layout import geometry_for
-from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.cluster import Cluster, Options
 from pdbus.nodes.engines.coded import cell_code, choose, prefix_sums
 from pdbus.nodes.node_process import NodeProcess, descendants
 
@@ -34,6 +35,7 @@ OPTIONS: dict[str, str | int | float | bool] = {
     "engine": "coded", "coded_layers": 2, "coded_kv_heads": 2, "coded_head_dim": 8, "kv_blocks": 512,
     "prefill_chunk": CHUNK, "lease": "3s", "renew": "400ms", "claim": "200ms",
 }  # fmt: skip
+Status = dict[str, Any]
 SLOW_PREFILL = {"coded_token_us": 1000}  # 64 ms a chunk: time to see it happen
 
 
@@ -74,39 +76,46 @@ class Site:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    async def heal(self) -> None:
-        """Everything frozen goes on, everything that has ended is started again, all are linked."""
+    def thaw_all(self) -> None:
         for pid in tuple(self._frozen):
             self.thaw(pid)
-        for node in self.cluster.nodes:
-            if not node.running:
-                await self.cluster.restart(node)
-        for node in self.cluster.nodes:
-            await self.cluster.wait_ready(node, WAIT_S)
 
-    async def clean(self) -> None:
-        """Every ledger: nothing but free and cached blocks, no lease, no read, no request."""
+    def mend(self) -> None:
+        """After a test: everything goes on or is started again, all are linked, every ledger is clean."""
+        self.thaw_all()
+        self.run(self._whole())
+        self.run(self._clean())
+
+    async def _whole(self) -> None:
+        ended = [node for node in self.cluster.nodes if not node.running]
+        await asyncio.gather(*(self.cluster.restart(node) for node in ended))
+        await asyncio.gather(*(self.cluster.wait_ready(node, WAIT_S) for node in self.cluster.nodes))
+
+    async def _clean(self) -> None:
         for node in self.cluster.nodes:
             async with Client(node.address) as client:
-                await until_clean(client, node.name)
+                await until_clean(client)
 
 
 @contextmanager
-def site_of(prefill: int, decode: int, **arguments: Any) -> Iterator[Site]:
-    with asyncio.Runner() as runner:
-        cluster = Cluster(prefill, decode, **arguments)
+def site_of(
+    prefill: int,
+    decode: int,
+    *,
+    options: Options,
+    before: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
+    **arguments: Any,
+) -> Iterator[Site]:
+    """`before` is called before the nodes start. They are killed in the end, and leave their run directories to us."""
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
+        cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
+        if before is not None:
+            runner.run(before(cluster))
         try:
             runner.run(cluster.start())
             yield Site(runner, cluster)
         finally:
             runner.run(cluster.kill_all())
-
-
-def checked(site: Site) -> Iterator[Site]:
-    """For fixtures: the site, whole and clean again afterwards."""
-    yield site
-    site.run(site.heal())
-    site.run(site.clean())
 
 
 def scenario(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -131,7 +140,8 @@ def prompt(length: int, salt: int) -> list[int]:
 def expected(tokens: Sequence[int], count: int) -> list[int]:
     """What one node would answer: the coded engine's rule, on no slab."""
     known = list(tokens)
-    read = np.concatenate([cell_code(GEOMETRY, prefix_sums(known)), np.empty((count, 2, 2, 2, 32), np.uint8)])
+    code = cell_code(GEOMETRY, prefix_sums(known))
+    read = np.concatenate([code, np.empty((count, *code.shape[1:]), np.uint8)])
     total = int(prefix_sums(known)[-1])
     for end in range(len(tokens), len(tokens) + count):
         known.append(choose(read[:end], Sampling(), 256))
@@ -160,9 +170,9 @@ async def read_all(generation: Generation) -> Answered:
     return Answered(generation.tokens, generation.text, generation.finished)
 
 
-async def ask_remotely(client: Client, salt: int, within_s: float = WAIT_S) -> Answered:
+async def ask_remotely(client: Client, salt: int) -> Answered:
     """Ask until a prompt has been prefilled elsewhere again, each answer being right."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(WAIT_S):
         while True:
             salt += 1_000_000
             answered = await ask(client, prompt(40, salt), 2)
@@ -174,43 +184,51 @@ async def ask_remotely(client: Client, salt: int, within_s: float = WAIT_S) -> A
 # ---------------------------------------------------------------- watching
 
 
-async def until(true: Callable[[], Awaitable[Any]], within_s: float = WAIT_S) -> Any:
-    """The first true value that `true` gives."""
-    async with asyncio.timeout(within_s):
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    """Raises TimeoutError when it does not come true. A node that does not answer for a while is asked again."""
+    async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(PdError):
-                if value := await true():
-                    return value
+                if await true():
+                    return
             await asyncio.sleep(POLL_S)
 
 
-async def until_status(client: Client, true: Callable[[dict[str, Any]], Any], within_s: float = WAIT_S) -> dict[str, Any]:
-    async def look() -> dict[str, Any] | None:
-        status = await client.status()
-        return status if true(status) else None
+async def until_status(client: Client, true: Callable[[Status], Any]) -> Status:
+    """The first status of the node that is so."""
+    status: Status = {}
 
-    try:
-        found: dict[str, Any] = await until(look, within_s)
-    except TimeoutError:
-        raise AssertionError(f"not so within {within_s:g} s: {await client.status()}") from None
-    return found
-
-
-async def until_clean(client: Client, name: str) -> None:
     async def look() -> bool:
-        return (await client.ledger()).clean
+        status.update(await client.status())
+        return bool(true(status))
 
     try:
         await until(look)
     except TimeoutError:
-        raise AssertionError(f"{name}: {(await client.ledger()).ledger}") from None
+        raise AssertionError(f"not so within {WAIT_S:g} s: {status}") from None
+    return status
 
 
-async def until_fetch(client: Client, true: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+async def until_clean(client: Client) -> None:
+    """Nothing but free and cached blocks, no lease, no read, no request."""
+    ledger: Status = {}
+
+    async def look() -> bool:
+        reply = await client.ledger()
+        ledger.update(reply.ledger)
+        return reply.clean
+
+    try:
+        await until(look)
+    except TimeoutError:
+        raise AssertionError(f"{client.address} is not clean: {ledger}") from None
+
+
+async def until_fetch(client: Client, true: Callable[[Status], Any]) -> Status:
     """The first row of the decode node's fetches that is so."""
-    found: list[dict[str, Any]] = []
+    found: list[Status] = []
 
-    def look(status: dict[str, Any]) -> bool:
+    def look(status: Status) -> bool:
         found[:] = [row for row in status["reads"] if true(row)]
         return bool(found)
 

@@ -16,11 +16,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import psutil
 import pytest
 
 from pdbus.bus.errors import Broken
 from pdbus.bus.wire import pack_u32, replace
+from pdbus.connector.apply import pair as match
+from pdbus.connector.apply import permute, scratch_runs
 from pdbus.connector.ipc import (
     Advertise,
     FromMover,
@@ -31,13 +34,20 @@ from pdbus.connector.ipc import (
     ProbeMover,
     Read,
     ReadEnded,
+    ReadRuns,
     StopMover,
     ToMover,
 )
+from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.loopback import Fabric, LoopbackAgent
 from pdbus.connector.mover import SLICE_BYTES_MAX, Mover
+from pdbus.connector.plan import plan
 from pdbus.connector.process import Exit
+from pdbus.connector.runs import pack
 from pdbus.nodes.bench.movers import LiveMover, Movers
+from pdbus.nodes.engines.coded import coded_cells
+
+from tests.kv_memory import read_cells, write_cells
 
 BLOCK_BYTES = 64 << 10
 BLOCKS = 512
@@ -356,6 +366,118 @@ def test_removed_peer_is_a_stranger_and_others_stay(rig: Rig, pair: tuple[Side, 
     read(reader, owner, [5], [6])
     assert reader.hear(ReadEnded).problem == ""
     assert_only(reader, {0: 77, 6: 5})
+
+
+# ---------------------------------------------------------------- the contract: runs of bytes
+
+
+def read_runs(reader: Side, owner: Side, runs: list[tuple[int, int, int]]) -> int:
+    """Ask for (source, target, length) each; the read's number."""
+    number = next(_numbers)
+    source, target, length = (pack(run[i] for run in runs) for i in range(3))
+    reader.say(ReadRuns(read=number, peer=owner.agent_name, source=source, target=target, length=length))
+    return number
+
+
+def expected_after(owner: Side, runs: list[tuple[int, int, int]]) -> bytes:
+    expected = bytearray([POISON]) * SLAB_BYTES
+    for source, target, length in runs:
+        expected[target : target + length] = owner.memory[source : source + length]
+    return bytes(expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 500, 2_500])
+def test_runs_bring_exactly_their_bytes(pair: tuple[Side, Side], count: int) -> None:
+    """Odd lengths at odd places on both sides; 2,500 are several slices."""
+    owner, reader = pair
+    chosen = random.Random(count)
+    step = SLAB_BYTES // count
+    places = chosen.sample(range(count), count)
+    runs = [
+        (chosen.randrange(SLAB_BYTES - 9_999), place * step + 1, chosen.randint(1, min(step - 1, 9_999)))
+        for place in places
+    ]
+    number = read_runs(reader, owner, runs)
+    ended = reader.hear(ReadEnded)
+    assert (ended.read, ended.problem, ended.posted) == (number, "", True)
+    assert ended.bytes == sum(length for _, _, length in runs)
+    assert bytes(reader.memory) == expected_after(owner, runs)
+
+
+def test_run_longer_than_a_slice(pair: tuple[Side, Side]) -> None:
+    owner, reader = pair
+    runs = [(5, 3, SLICE_BYTES_MAX + 12_345)]
+    read_runs(reader, owner, runs)
+    assert reader.hear(ReadEnded).problem == ""
+    assert bytes(reader.memory) == expected_after(owner, runs)
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ([(SLAB_BYTES, 0, 1)], f"source run {SLAB_BYTES} + 1 in a region of {SLAB_BYTES} bytes"),
+        ([(0, SLAB_BYTES - 1, 2)], f"target run {SLAB_BYTES - 1} + 2"),
+        ([(0, 0, (1 << 64) - 1)], "source run 0 + 18446744073709551615"),
+        ([((1 << 64) - 8, 0, 16)], "source run 18446744073709551608 + 16"),
+        ([(0, 0, 8), (64, 7, 8)], "two target runs overlap"),
+        ([(0, 0, 8), (64, 32, 0)], "a run is empty"),
+        ([], "0 sources, 0 targets and 0 lengths"),
+    ],
+)
+def test_impossible_runs_are_refused(pair: tuple[Side, Side], runs: list[tuple[int, int, int]], reason: str) -> None:
+    owner, reader = pair
+    number = read_runs(reader, owner, runs)
+    ended = reader.hear(ReadEnded)
+    assert ended.read == number and reason in ended.problem and not ended.posted
+    assert_only(reader, {})
+
+
+def test_runs_that_are_no_arrays_are_refused(pair: tuple[Side, Side]) -> None:
+    owner, reader = pair
+    for source, length, reason in ((b"1234567", pack([1]), "no list of u64"), (pack([0, 1]), pack([1]), "2 sources")):
+        message = ReadRuns(
+            read=next(_numbers), peer=owner.agent_name, source=source, target=pack([0]), length=length
+        )  # fmt: skip
+        reader.say(message)
+        assert reason in reader.hear(ReadEnded).problem
+
+
+def test_peer_with_other_blocks_is_read_by_runs_only(rig: Rig, pair: tuple[Side, Side]) -> None:
+    _, reader = pair
+    other = rig.start()
+    other.say(reader.as_peer())
+    reader.say(replace(other.as_peer(), block_bytes=0))
+    assert reader.hear(PeerAdded).problem == ""
+    other.memory[:8] = b"runs too"
+    read_runs(reader, other, [(0, 100, 8)])
+    assert reader.hear(ReadEnded).problem == ""
+    assert bytes(reader.memory[99:109]) == b"\xeeruns too\xee"
+    read(reader, other, [0], [0])
+    assert reader.hear(ReadEnded).problem == "source block 0, but the peer has 0"
+
+
+def test_plan_between_unlike_layouts_through_the_mover(pair: tuple[Side, Side]) -> None:
+    """NHD to HND of half the heads: read in runs into the end of our own region, and permuted there."""
+    owner, reader = pair
+    model = geometry_for(layers=2, kv_heads=4, head_dim=32, block_size=16, dtype="float32")
+    there = layout_of(replace(model, layout="nhd"), blocks=64)
+    here = layout_of(replace(model, layout="hnd"), blocks=64, ranks=2, rank=1)
+    cells = coded_cells(model, range(40))
+    write_cells(np.frombuffer(owner.memory, np.uint8), there, [9, 4, 60], cells)
+    whole = plan([there], here, reader=1)
+    (rank,) = whole.ranks
+    pairing = match(whole, 0, 0, 40, [9, 4, 60], [7, 8, 1])
+    scratch_at = SLAB_BYTES - 3 * rank.scratch_bytes
+    runs = scratch_runs(rank, pairing)
+    reader.say(
+        ReadRuns(
+            read=next(_numbers), peer=owner.agent_name,
+            source=pack(runs.source), target=pack(runs.target + np.uint64(scratch_at)), length=pack(runs.length),
+        )
+    )  # fmt: skip
+    assert reader.hear(ReadEnded).problem == ""
+    permute(whole, rank, pairing, reader.memory[scratch_at:], reader.memory)
+    assert np.array_equal(read_cells(np.frombuffer(reader.memory, np.uint8), here, [7, 8, 1], 40), cells[:, :, :, 2:])
 
 
 # ---------------------------------------------------------------- real processes only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +17,7 @@ import zmq
 
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared, pack_u32, replace
-from pdbus.connector.channel import ControlChannel, endpoint_in, make_run_directory
+from pdbus.connector.channel import ControlChannel, endpoint_in
 from pdbus.connector.ipc import (
     FromWorker,
     ProbeWorker,
@@ -36,6 +35,7 @@ from pdbus.connector.ipc import (
     WorkerReady,
 )
 from pdbus.connector.process import Child, Exit, spawn
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines.coded import CodedEngine, check_slab, coded_geometry
 
@@ -87,10 +87,10 @@ class Worker:
 async def started(**changes: object) -> AsyncIterator[Worker]:
     """A worker process that has just been spawned, coded unless told otherwise."""
     geometry = coded_geometry(4)
-    directory = make_run_directory()
+    directory = RunDirectory()
     slab = Slab.create(BLOCKS * geometry.block_bytes)
     args = WorkerArgs(
-        endpoint=endpoint_in(directory, "worker"), slab_path=slab.path, slab_bytes=slab.size_bytes,
+        endpoint=endpoint_in(directory.path, "worker"), slab_path=slab.path, slab_bytes=slab.size_bytes,
         blocks=BLOCKS, geometry=geometry, engine="coded", model="",
     )  # fmt: skip
     worker = Worker(replace(args, **changes), slab)
@@ -100,7 +100,7 @@ async def started(**changes: object) -> AsyncIterator[Worker]:
         await worker.close()
     finally:
         slab.close()
-        shutil.rmtree(directory)
+        directory.close()
 
 
 def with_worker(scenario: Callable[[Worker], Awaitable[None]], **changes: object) -> None:
@@ -227,6 +227,7 @@ import asyncio, sys, zmq
 from pdbus.connector.channel import ControlChannel
 from pdbus.connector.ipc import FromWorker, WorkerArgs
 from pdbus.connector.process import spawn
+from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines.coded import coded_geometry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from array import array
@@ -45,6 +46,13 @@ class Explorer:
 
     def run(self) -> Explored:
         """The shortest violation, or proof that there is none and that all can end cleanly from everywhere."""
+        gc.disable()  # millions of tuples without a cycle among them
+        try:
+            return self._run()
+        finally:
+            gc.enable()
+
+    def _run(self) -> Explored:
         self._add(self._network.initial(), -1, None)
         depth, first = 0, 0
         while first < len(self._states):

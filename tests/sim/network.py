@@ -20,10 +20,11 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdbus.bus.errors import LocalProtocolError
-from pdbus.bus.messages import LeaseReleased, LeaseRenew, LeaseRenewed, PrefillFailed, PrefillProgress
+from pdbus.bus.messages import LeaseReleased, LeaseRenew, LeaseRenewed, PrefillFailed, PrefillProgress, StalePeer
+from pdbus.connector.attempt import Clock
 from pdbus.connector.ledger import Clock as LedgerClock
 
-from tests.sim.nodes import DecodeNode, Hello, Node, Outputs, Packet, PrefillNode, Read, Violation, canonical
+from tests.sim.nodes import CONFIG, DecodeNode, Hello, Node, Outputs, Packet, PrefillNode, Read, Violation, canonical
 
 T = TypeVar("T")
 
@@ -83,8 +84,8 @@ What = tuple[Any, ...]  # the name of a node's method, and its arguments
 
 class Timer(NamedTuple):
     at: int
-    name: tuple[str, Any]
     what: int
+    costly: bool  # may end an attempt when it fires without need
 
 
 class Menu(NamedTuple):
@@ -94,6 +95,7 @@ class Menu(NamedTuple):
     failures: tuple[int, ...]
     renewals: tuple[Timer, ...]
     others: tuple[Timer, ...]
+    quarantined: tuple[int, ...]  # open reads that nobody waits for
     clean: bool
 
 
@@ -197,22 +199,28 @@ class Network:
 
     def _renewals(self, state: State, idle: bool) -> Iterator[Move]:
         """One at a time; when idle, once until something else has happened."""
-        if (state.renewed if idle else not self.plan.renew) or any(map(self._is_renewal, state.net)):
+        said = (LeaseRenew, LeaseRenewed, StalePeer)  # a renewal and its answers
+        packets = self._packets.values
+        if (state.renewed if idle else not self.plan.renew) or any(
+            isinstance(packets[item].message, said) for item in state.net
+        ):
             return
         for timer in self._menus[state.nodes[-1]].renewals:
             yield Move("renew when idle" if idle else "renew", self._d, timer.what)
 
     def _timeouts(self, state: State, idle: bool) -> Iterator[Move]:
         """When idle and renewed the earliest are free; any other at the cost of a fault."""
-        timers = [(timer, place) for place, node in enumerate(state.nodes) for timer in self._menus[node].others]
-        earliest = min((timer.at for timer, _ in timers), default=0)
         free = idle and (state.renewed or not self._menus[state.nodes[-1]].renewals)
         spurious = state.faults < self.plan.faults_max and self._allowed("time out")
+        if not free and not spurious:
+            return
+        timers = [(timer, place) for place, node in enumerate(state.nodes) for timer in self._menus[node].others]
+        earliest = min((timer.at for timer, _ in timers), default=0)
         for timer, place in timers:
             if free and timer.at == earliest:
                 yield Move("time out", place, timer.what)
             elif spurious:
-                yield Move("time out", place, timer.what, 1, _may_cost(self.decode(state), timer.name))
+                yield Move("time out", place, timer.what, 1, timer.costly)
 
     def _allowed(self, kind: str) -> bool:
         return not self.plan.only or kind in self.plan.only
@@ -313,7 +321,7 @@ class Network:
         net, reads = state.net, state.reads
         if net:
             net = tuple(packet for packet in net if not self._is_inert(packet, state.nodes[-1]))
-        if reads and (left := self.decode(state).quarantined()):
+        if reads and (left := self._menus[state.nodes[-1]].quarantined):
             reads = tuple(sorted(self._garbage(r) if self._reads.values[r].read in left else r for r in reads))
         return State(state.nodes, net, reads, *state[3:]) if (net, reads) != (state.net, state.reads) else state
 
@@ -369,12 +377,14 @@ class Network:
         return number
 
     def _menu(self, node: Node) -> Menu:
-        timers = [Timer(at, name, self._what("fire", name)) for name, at in node.timers().items()]
+        named = node.timers().items()
+        timers = {name: Timer(at, self._what("fire", name), _may_cost(node, name)) for name, at in named}
         return Menu(
             work=tuple(self._what(*what) for what in node.work()),
             failures=tuple(self._what(*what) for what in node.failures()),
-            renewals=tuple(timer for timer in timers if timer.name[0] == "renew"),
-            others=tuple(timer for timer in timers if timer.name[0] != "renew"),
+            renewals=tuple(timer for name, timer in timers.items() if name[0] == "renew"),
+            others=tuple(timer for name, timer in timers.items() if name[0] != "renew"),
+            quarantined=tuple(node.quarantined()),
             clean=node.clean(),
         )
 
@@ -407,18 +417,18 @@ def _is_of_the_past(packet: Packet, decode: DecodeNode) -> bool:
     return all(over or t.attempt < decode.attempt or t.incarnation != decode.incarnation for t in tries)
 
 
-def _may_cost(decode: DecodeNode, timer: tuple[str, Any]) -> bool:
+def _may_cost(node: Node, timer: tuple[str, Any]) -> bool:
     """Whether a timer that fires without need may end an attempt. Repeats do not; nor does forgetting the dead."""
-    if timer[0] == "cancel":
+    group, key = timer
+    if isinstance(node, PrefillNode):
+        return key[0] is not LedgerClock.TOMBSTONE
+    fetch = next(iter(node.fetches._fetches.values()), None)
+    if group == "cancel" or fetch is None:
         return False
-    clock = timer[1][0] if isinstance(timer[1], tuple) else None
-    if clock is LedgerClock.TOMBSTONE:
-        return False
-    fetch = next(iter(decode.fetches._fetches.values()), None)
-    if clock == "answer":
-        return fetch is not None and fetch.asks > 1
-    if clock == "claim":
-        return fetch is not None and fetch.claims > 2
+    if group == "attempt" and key[0] is Clock.ANSWER:
+        return fetch.asks > 1
+    if group == "attempt" and key[0] is Clock.CLAIM:
+        return fetch.claims > CONFIG.claim_repeats
     return True
 
 

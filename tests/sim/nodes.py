@@ -207,6 +207,9 @@ class PrefillNode:
     def failures(self) -> list[tuple[Any, ...]]:
         return [("broke", try_) for try_ in self.prompts]
 
+    def quarantined(self) -> list[int]:
+        return []
+
     def clean(self) -> bool:
         left = self.offers.rows() or self.offers.held() or self.open_leases or self.prompts
         return not left and self.pool.counts().free == self.blocks

@@ -1,11 +1,12 @@
-"""The native layout's arithmetic, and which block is read into which."""
+"""Where a rank's bytes lie, and which layouts cannot be."""
 
 from __future__ import annotations
 
 import pytest
 
-from pdbus.bus.errors import ConfigError, RemoteProtocolError
-from pdbus.connector.layout import Run, blocks_for, geometry_for, offset, pair, runs, strides
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.wire import replace
+from pdbus.connector.layout import ORDERS, blocks_for, fault, geometry_for, heads_of, layout_of, offset, strides
 
 
 def test_block_bytes_of_known_models() -> None:
@@ -38,51 +39,86 @@ def test_impossible_geometry_names_the_setting(changes: dict[str, object], setti
         geometry_for(**(sizes | changes))  # type: ignore[arg-type]
 
 
-def test_neighbours_on_both_sides_become_one_run() -> None:
-    assert runs([4, 2, 3, 9], [8, 6, 7, 1], 10) == [
-        Run(source=20, target=60, length=30),
-        Run(source=90, target=10, length=10),
-    ]
-
-
-def test_neighbours_on_one_side_stay_apart() -> None:
-    assert len(runs([1, 2], [5, 7], 10)) == 2
-
-
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_partial_blocks_count(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens, 16) == blocks
 
 
-TABLE = [10, 11, 12, 13]
+def test_native_layout_of_one_rank_is_the_geometrys() -> None:
+    geometry = geometry_for(3, 4, 8, 16, "float16")
+    layout = layout_of(geometry, blocks=10)
+    assert layout.region_bytes == 10 * geometry.block_bytes
+    assert layout.offset(5, 2, 1, 3, 15) == offset(geometry, 5, 2, 1, 3, 15)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_named_layouts_are_sound_and_dense(order: str) -> None:
+    geometry = replace(geometry_for(3, 4, 8, 16, "float16"), layout=order)
+    layout = layout_of(geometry, blocks=10, ranks=2, rank=1)
+    assert fault(layout) is None
+    assert layout.heads == (2, 3)
+    assert layout.region_bytes == 10 * geometry.block_bytes // 2
+    assert fault(replace(layout, region_bytes=layout.region_bytes - 1)) is not None
+
+
+def test_nhd_and_hnd_differ_in_what_is_innermost() -> None:
+    geometry = geometry_for(2, 4, 8, 16, "float16")
+    nhd, hnd = (layout_of(replace(geometry, layout=order), blocks=10) for order in ("nhd", "hnd"))
+    assert (nhd.head_stride, nhd.slot_stride) == (16, 64)
+    assert (hnd.head_stride, hnd.slot_stride) == (256, 16)
 
 
 @pytest.mark.parametrize(
-    ("have", "read", "ready", "source", "expected"),
+    ("kv_heads", "ranks", "held"),
     [
-        (0, 0, 64, [1, 2, 3, 4], ([1, 2, 3, 4], [10, 11, 12, 13])),
-        (0, 0, 33, [1, 2, 3], ([1, 2, 3], [10, 11, 12])),  # a partial last block travels whole
-        (0, 32, 64, [1, 2, 3, 4], ([3, 4], [12, 13])),  # the first two are read already
-        (0, 33, 64, [1, 2, 3, 4], ([3, 4], [12, 13])),  # the third was partial: read again
-        (32, 0, 64, [3, 4], ([3, 4], [12, 13])),  # two are cached here: the owner's list starts at the third
-        (20, 0, 64, [2, 3, 4], ([2, 3, 4], [11, 12, 13])),  # half a block cached: that block is read
-        (0, 0, 0, [], ([], [])),
-        (0, 64, 64, [1, 2, 3, 4], ([], [])),
-        (64, 0, 64, [], ([], [])),
+        (8, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (3, 3, [(0,), (1,), (2,)]),
+        (2, 4, [(0,), (0,), (1,), (1,)]),
+        (1, 3, [(0,), (0,), (0,)]),
     ],
 )
-def test_blocks_pair_by_token_position(
-    have: int, read: int, ready: int, source: list[int], expected: tuple[list[int], list[int]]
-) -> None:
-    """Never by count: after a prefix hit the lists of both sides begin at different blocks."""
-    assert pair(have, read, ready, source, TABLE, 16) == expected
+def test_ranks_share_heads_or_hold_the_same(kv_heads: int, ranks: int, held: list[tuple[int, ...]]) -> None:
+    assert [heads_of(kv_heads, ranks, rank) for rank in range(ranks)] == held
 
 
-def test_block_list_of_the_wrong_length_is_the_peers_fault() -> None:
-    with pytest.raises(RemoteProtocolError, match="3 blocks do not hold tokens 0 to 64"):
-        pair(0, 0, 64, [1, 2, 3], TABLE, 16)
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(3, 2), (8, 3), (2, 3)])
+def test_heads_that_cannot_be_shared_name_the_setting(kv_heads: int, ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"--tp: {ranks} ranks cannot share {kv_heads} KV heads"):
+        heads_of(kv_heads, ranks, 0)
 
 
-def test_more_ready_than_reserved_is_the_peers_fault() -> None:
-    with pytest.raises(RemoteProtocolError, match="only 4 blocks are reserved"):
-        pair(0, 0, 65, [1, 2, 3, 4, 5], TABLE, 16)
+@pytest.mark.parametrize(
+    ("changes", "field", "reason"),
+    [
+        ({"slot_stride": -16}, "slot_stride", "-16 is negative"),
+        ({"slot_stride": 15}, "slot_stride", "overlap"),
+        ({"head_stride": 240}, "head_stride", "240 bytes apart overlap: each holds 256 bytes"),
+        ({"part_stride": 0}, "part_stride", "overlap"),
+        ({"block_stride": 1}, "block_stride", "overlap"),
+        ({"starts": (0, 2047, 4096)}, "starts", "2047 bytes apart overlap"),
+        ({"starts": (0, 0, 0)}, "starts", "overlap"),
+        ({"starts": (-2048, 0, 2048)}, "starts", "-2048 is negative"),
+        ({"starts": (0, 2048)}, "starts", "2 starts for 3 layers"),
+        ({"starts": (1, 2049, 4097)}, "region_bytes", "the last byte is number 61441"),
+        ({"region_bytes": 1 << 63}, "region_bytes", "but must be from 0"),
+        ({"layers": ("0", "1", "0")}, "layers", "named twice"),
+        ({"layers": tuple(map(str, range(5000)))}, "layers", "too many"),
+        ({"heads": (0, 2, 1, 3)}, "heads", "do not rise"),
+        ({"heads": (0, 1, 2, 4)}, "heads", "not all among 4"),
+        ({"parts": ("v", "k")}, "parts", "neither k/v nor latent"),
+        ({"parts": ("latent",)}, "kv_heads", "a latent has 1"),
+        ({"dtype": "int3"}, "dtype", "is none of"),
+        ({"blocks": 0}, "blocks", "at least 1"),
+        ({"block_size": -1}, "block_size", "at least 1"),
+    ],
+)
+def test_bad_layout_is_refused_with_field_and_reason(changes: dict[str, object], field: str, reason: str) -> None:
+    """Two rows in one place would be read as each other; a row outside the region is somebody else's memory."""
+    layout = layout_of(geometry_for(3, 4, 8, 16, "float16"), blocks=10)
+    found = fault(replace(layout, **changes))
+    assert found is not None and found[0] == field and reason in found[1]
+
+
+def test_rank_that_holds_nothing_is_sound() -> None:
+    layout = layout_of(geometry_for(3, 1, 8, 16, "float16", kv_parts=1), blocks=10)
+    assert fault(replace(layout, heads=(), region_bytes=0)) is None

@@ -42,6 +42,17 @@ def asks(p: Node) -> PrefillCancel:
 # ---------------------------------------------------------------- hello
 
 
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 65, "-option", "ü"])
+def test_a_node_s_name_is_one_that_can_stand_in_logs_and_file_names(name: str) -> None:
+    net = Net()
+    p = Node(net, "p", "prefill")
+    header, hello = Header(from_=name, from_inc=b"i" * 16, seq=1), Node(net, "d", "decode").machine.hello
+    p.handle(ms.HelloReceived(link="in:1", header=header, message=hello))
+    assert p.machine.members() == [] and p.got(ms.TurnedAway) == []
+    [answer] = [e.message for e in p.got(ms.SendOn)]
+    assert isinstance(answer, Refused) and "a name of up to 64 letters" in answer.reason
+
+
 def test_joining_makes_both_sides_know_each_other() -> None:
     _, p, d = pair()
     assert [peer.name for peer in d.machine.prefill_peers()] == ["p"]
@@ -68,6 +79,24 @@ def test_a_new_decode_node_learns_of_all_prefill_nodes_from_any_member() -> None
     d.join(p2)
     d2.join(d)
     assert sorted(peer.name for peer in d2.machine.prefill_peers()) == ["p", "p2"]
+
+
+@pytest.mark.parametrize("seed", ["p", "d", "p2", "d2"])
+def test_whoever_joins_any_member_is_known_to_all_and_knows_all(seed: str) -> None:
+    """A prefill node that joins another one is of use only to the decode nodes that hear of it."""
+    net = Net()
+    nodes = [Node(net, "p", "prefill")]
+    for name, role, joins in (("d", "decode", 0), ("p2", "prefill", 0), ("d2", "decode", 2)):
+        nodes.append(Node(net, name, role))
+        nodes[-1].join(nodes[joins])
+    late = [Node(net, "p3", "prefill"), Node(net, "d3", "decode")]
+    for node in late:
+        node.join(next(n for n in nodes if n.name == seed))
+    everyone = sorted(node.name for node in (*nodes, *late))
+    for node in (*nodes, *late):
+        assert sorted([node.name, *(peer.name for peer in node.machine.peers())]) == everyone
+    for node in (nodes[1], nodes[3], late[1]):
+        assert sorted(peer.name for peer in node.machine.prefill_peers()) == ["p", "p2", "p3"]
 
 
 def test_nodes_that_do_both_call_each_other() -> None:
@@ -460,6 +489,55 @@ def test_an_unreachable_address_is_shown_with_its_reason_and_tried_again() -> No
     assert d.state_of("p") == "up"
 
 
+def test_why_an_address_cannot_be_joined_is_told_once_until_the_reason_changes() -> None:
+    """A log that repeats it at every try hides everything else."""
+    net = Net()
+    d = Node(net, "d", "decode")
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    net.run(60)
+    told = ms.CallFailed(address="tcp://p:7400", name="", reason="no answer within 5 s")
+    assert d.got(ms.CallFailed) == [told]
+    Node(net, "p", "prefill", model="other", fingerprint="g")
+    net.run(60)
+    reason = "cannot share KV: fingerprint f against g"
+    assert d.got(ms.CallFailed) == [told, ms.CallFailed(address="tcp://p:7400", name="p", reason=reason)]
+
+
+def test_who_is_turned_away_is_told_once() -> None:
+    net = Net()
+    p, d = Node(net, "p", "prefill"), Node(net, "d", "decode", fingerprint="g")
+    d.join(p)
+    net.run(120)
+    [told] = p.got(ms.TurnedAway)
+    assert (told.name, told.address) == ("d", d.address)
+    assert told.reason == "cannot share KV: fingerprint g against f"
+
+
+def test_a_call_to_a_peer_that_left_is_shown_with_the_peer() -> None:
+    net, p, d = pair()
+    d.handle(ms.RemoveAsked(target="p"))
+    net.deliver()
+    p.handle(ms.JoinAsked(address=d.address))
+    [member] = p.machine.members()
+    assert (member.name, member.calling) == ("d", True)
+    net.deliver()
+    [member] = p.machine.members()
+    assert (member.state, member.calling) == (ms.PeerState.REFUSED, False)
+    assert member.reason.startswith("removed here by an operator")
+
+
+def test_a_call_under_way_is_shown_as_one() -> None:
+    """Who asked for it waits for its outcome, and does not take the last try's for it."""
+    net = Net()
+    d = Node(net, "d", "decode")
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    assert d.machine.members()[0].calling
+    net.run(5)
+    assert not d.machine.members()[0].calling
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    assert d.machine.members()[0].calling
+
+
 def test_back_off_doubles_to_five_seconds_with_jitter() -> None:
     net = Net()
     d = Node(net, "d", "decode")
@@ -493,7 +571,12 @@ def test_two_addresses_of_one_peer_make_one_link() -> None:
     d.handle(ms.JoinAsked(address="tcp://alias:7400"))
     net.deliver()
     assert d.machine.prefill_peers()[0].link == first
-    assert len(d.machine.members()) == 1
+    [member] = d.machine.members()
+    assert member.aliases == ("tcp://alias:7400",)
+    opened = len(d.got(ms.OpenLink))
+    for address in ("tcp://alias:7400", p.address):
+        d.handle(ms.JoinAsked(address=address))
+    assert len(d.got(ms.OpenLink)) == opened
     peer = p.machine.peer("d")
     assert peer is not None
     assert net.links[peer.link][1] == first
@@ -505,6 +588,21 @@ def test_an_address_that_cannot_be_tried_is_shown_with_the_problem() -> None:
     d.machine.handle(ms.JoinAsked(address="tcp://p:7400"), 0)
     d.handle(ms.LinkFailed(address="tcp://p:7400", problem="no such host"))
     assert d.machine.members()[0].reason == "no such host"
+
+
+def test_an_agent_that_was_lost_with_a_cut_connection_is_found_by_a_heartbeat() -> None:
+    """ZeroMQ re-makes the connection by itself, so that no hello follows, and with it no agent."""
+    net, p, d = pair()
+    net.drop = lambda node, message: isinstance(message, Agent)
+    p.handle(ms.OwnAgentChanged(agent=Agent(epoch=2, name="p/2")))
+    net.deliver()
+    net.drop = lambda node, message: False
+    d.handle(ms.LinkLost(link=d.machine.peer("p").link))
+    net.run(2)
+    assert [e.agent.name for e in d.got(ms.PeerAgent)] == ["p/2"]
+    d.forget()
+    net.run(30)
+    assert d.sent(Hello) == []
 
 
 # ---------------------------------------------------------------- drain and removal
@@ -556,6 +654,15 @@ def test_removal_waits_for_the_last_lease_and_chooses_the_peer_no_more() -> None
     d.handle(ms.BusyChanged(peer="p", busy=False))
     assert len(d.got(ms.PeerRemoved)) == 1
     assert d.sent(Goodbye) == [Goodbye(reason="removed")]
+
+
+def test_a_removal_that_waits_is_taken_back_by_join() -> None:
+    _, p, d = pair()
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    d.handle(ms.RemoveAsked(target="p"))
+    d.join(p)
+    d.handle(ms.BusyChanged(peer="p", busy=False))
+    assert d.state_of("p") == "up" and d.got(ms.PeerRemoved) == []
 
 
 def test_removal_does_not_wait_for_ever() -> None:

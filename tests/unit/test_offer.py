@@ -40,6 +40,7 @@ from pdbus.connector.handoff import (
     OfferTick,
     PrefillAsked,
     PrefillBroke,
+    ReaderCame,
     ReaderGone,
     ReaderSaid,
     ShutdownBegan,
@@ -324,6 +325,13 @@ def test_a_reader_proven_over_ends_its_leases_and_gets_no_more(p: Prefill) -> No
     effects = p.offers.handle(ReaderGone(node="d", incarnation=b"d1"), 0)
     assert ended(effects) == [Cause.READER_DEAD] and p.offers.held() == 1
     assert message_of(p.ask(replace(TRY, request=b"late"))).cause == "stale"
+
+
+def test_a_reader_that_comes_back_after_its_goodbye_is_served(p: Prefill) -> None:
+    """A decode node that an operator took out says goodbye, and is the same incarnation when it is put in again."""
+    p.offers.handle(ReaderGone(node="d", incarnation=b"d1"), 0)
+    p.offers.handle(ReaderCame(node="d", incarnation=b"d1"), 0)
+    assert isinstance(message_of(p.ask()), PrefillAccepted)
 
 
 def test_words_for_an_earlier_life_are_answered_stale_peer(p: Prefill) -> None:

@@ -12,50 +12,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models
 
 from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.nodes import tokenizer as tokenizer_module
 from pdbus.nodes.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "Grüße aus Köln, 北京 и Москва", "👩‍👩‍👧 🎉🎉 naïve café"] * 4
+from tests.tokenizers_made import byte_fallback, byte_level
+
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-def byte_level() -> Tokenizer:
-    """A small byte-level BPE, whose tokens often end inside a character; its post-processor adds a first token."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>"]
-    bpe.train_from_iterator(
-        CORPUS,
-        trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
-    )
-    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    bpe.enable_truncation(4)
-    return bpe
-
-
-def byte_fallback() -> Tokenizer:
-    """A small BPE in SentencePiece's manner: spaces as part of words, unknown characters as single bytes."""
-    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
-    bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    bpe.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog"] * 4,
-        trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False),
-    )
-    plain = json.loads(bpe.to_str())
-    plain["added_tokens"] = [t for t in plain["added_tokens"] if not t["content"].startswith("<0x")]
-    return Tokenizer.from_str(json.dumps(plain))
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
@@ -292,6 +260,15 @@ def test_a_broken_folder_is_a_broken_setting(tmp_path: Path, name: str, content:
     with pytest.raises(ConfigError, match=problem) as e:
         HFTokenizer(folder)
     assert e.value.setting == "--model"
+
+
+def test_text_that_has_no_token_is_the_request_s_fault(tmp_path: Path) -> None:
+    """The package raises a bare exception; unhandled it would end the node."""
+    words = Tokenizer(models.WordPiece({"a": 0, "</s>": 1}, unk_token="<unk>"))
+    tokenizer = HFTokenizer(write_folder(tmp_path, words))
+    with pytest.raises(RequestError, match="tokenizer does not take it") as e:
+        tokenizer.encode("zzz")
+    assert e.value.param == "prompt"
 
 
 def test_the_engine_decides_which_tokenizer(folder: Path) -> None:

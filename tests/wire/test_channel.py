@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -14,15 +13,16 @@ import uvloop
 import zmq
 
 from pdbus.bus.errors import Broken, Closed, ConfigError, RemoteProtocolError
-from pdbus.connector.channel import ChildChannel, ControlChannel, endpoint_in, make_run_directory
+from pdbus.connector.channel import ChildChannel, ControlChannel, endpoint_in
 from pdbus.connector.ipc import Advertise, FromMover, MoverAlive, PeerRemove, ProbeMover, ToMover
+from pdbus.connector.run_directory import RunDirectory
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    made = make_run_directory()
-    yield made
-    shutil.rmtree(made)
+    made = RunDirectory()
+    yield made.path
+    made.close()
 
 
 @pytest.fixture
@@ -163,4 +163,4 @@ def test_closed_channel_refuses_to_speak_and_leaves_no_file(directory: Path, con
             channel.send(PeerRemove(peer="P"))
 
     asyncio.run(test())
-    assert list(directory.iterdir()) == []
+    assert [file.name for file in directory.iterdir()] == ["lock"]
