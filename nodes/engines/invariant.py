@@ -45,7 +45,5 @@ def measure_tiles(linear: Callable[[Tensor], Tensor], width: int) -> tuple[int, 
 
 def _is_invariant(tile: int, linear: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> bool:
     """Are the rows of one product of `tile` rows as expected, at several places in the tile?"""
-    for first in (0, 5, ROWS - 1):
-        if not torch.equal(linear(x[first : first + tile]), expected[first : first + tile]):
-            return False
-    return True
+    places = [slice(first, first + tile) for first in (0, 5, ROWS - 1)]
+    return all(torch.equal(linear(x[place]), expected[place]) for place in places)

@@ -23,9 +23,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MakeLinear = Callable[[str, Tensor, Tensor | None], Linear]  # of a tensor's name, weight [out, in] and bias [out]
 
 
-def load_weights(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str, make: MakeLinear
-) -> Weights:
+def load_weights(folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str, make: MakeLinear) -> Weights:
     """All weights of the model in `folder`. Raises ConfigError naming `--model` and the file or tensor at fault.
 
     Never more is in memory than what stays and one matrix on its way: tensors are read, for pages of a mapped file
@@ -83,7 +81,7 @@ class _Source:
 
     def mapped(self, name: str) -> Tensor:
         """As stored, in pages of the file."""
-        with safe_open(self._checkpoint[name].file, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(self._checkpoint[name].file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -105,6 +103,6 @@ class _Source:
         rows = [self._checkpoint[name].shape[0] for name in names]
         shape = (sum(rows), *self._checkpoint[names[0]].shape[1:])
         stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, part in zip(names, stacked.split(rows), strict=True):
+        for name, part in zip(names, torch.split(stacked, rows), strict=True):
             part.copy_(self.get(name))
         return stacked
