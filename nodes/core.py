@@ -88,7 +88,7 @@ class NodeCore:
             choose=self._choose,
         )
         self._seqs = 0
-        self._reads: dict[int, bytes] = {}  # reads in flight: whose they are
+        self._reads: dict[int, tuple[bytes, int]] = {}  # reads in flight: of which request and attempt
         self._drained = False
 
     # ------------------------------------------------------------ the door
@@ -273,8 +273,7 @@ class NodeCore:
 
     def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
         """Without a mover nobody would ever report it: `_serve` ends it."""
-        self._reads[read.read] = read.request
-        self.requests.read_posted(read.request, now)
+        self._reads[read.read] = read.request, self.requests.read_posted(read.request, now)
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target))
@@ -365,9 +364,9 @@ class NodeCore:
         self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        request = self._reads.pop(event.read, None)
-        if request is not None:
-            self.requests.read_ended(request, event.bytes, event.transfer_ns, now)
+        whose = self._reads.pop(event.read, None)
+        if whose is not None:
+            self.requests.read_ended(*whose, event.bytes, event.transfer_ns, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:

@@ -28,7 +28,7 @@ from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import Timers
 
 from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect, TakeFirstToken
-from .scheduler import Scheduler, Sequence, give_up_blocks
+from .scheduler import Scheduler, Sequence
 from .timeline import Marks
 
 WORKER_LOSSES_MAX = 2
@@ -244,13 +244,16 @@ class Requests:
     def prefill_finished(self, request: bytes, now: int) -> None:
         self._requests[request].marks.prefill_done = now
 
-    def read_posted(self, request: bytes, now: int) -> None:
-        marks = self._requests[request].marks
-        marks.first_read = marks.first_read or now
+    def read_posted(self, request: bytes, now: int) -> int:
+        """Returns the attempt whose read it is."""
+        r = self._requests[request]
+        r.marks.first_read = r.marks.first_read or now
+        return r.attempts
 
-    def read_ended(self, request: bytes, size: int, transfer_ns: int, now: int) -> None:
+    def read_ended(self, request: bytes, attempt: int, size: int, transfer_ns: int, now: int) -> None:
+        """A read of an attempt that is over says nothing of the present one."""
         r = self._requests.get(request)
-        if r is not None and r.state is State.FETCHING:
+        if r is not None and r.state is State.FETCHING and r.attempts == attempt:
             r.marks.read(now, size, transfer_ns)
 
     def claimed(self, request: bytes, now: int) -> None:
@@ -302,7 +305,7 @@ class Requests:
                 continue
             sequence = self._scheduler.remove(r.seq)
             if sequence is not None:
-                give_up_blocks(sequence, self._pool)
+                self._pool.drop(sequence.blocks, Holder.HELD)
                 self._wait(r, r.node)
         return effects
 

@@ -40,7 +40,7 @@ class Sequence:
     growing: bool  # decodes, and so needs more blocks; a prefill for another node never does
     sample_prompt: bool  # sample after the prompt's last position
     sent_blocks: int = 0  # how much of `blocks` the worker's table has
-    reset: bool = False  # the worker's table is of blocks that were given up
+    reset: bool = False  # the worker's table may be of blocks that were given up
     published: int = 0  # full prompt blocks offered to the prefix cache
 
     @property
@@ -188,14 +188,6 @@ class Scheduler:
             return False
         victim = max(younger, key=lambda s: s.order)
         del self._sequences[victim.seq]
-        give_up_blocks(victim, self._pool)
+        self._pool.drop(victim.blocks, Holder.HELD)
         plan.preempted.append(victim)
         return True
-
-
-def give_up_blocks(s: Sequence, pool: BlockPool) -> None:
-    """Let go of a sequence's blocks: all its known tokens are computed again later, into others."""
-    pool.drop(s.blocks, Holder.HELD)
-    s.blocks = []
-    s.computed = s.sent_blocks = s.published = 0
-    s.reset = True

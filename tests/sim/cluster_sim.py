@@ -190,7 +190,7 @@ class Cluster:
             node.mover.unstick()
         world.run(plan.horizon_ns + END_WITHIN_NS, self._all_over)
         self._judge()
-        world.run(world.now + SETTLE_NS)
+        world.run(max(world.now, *(node.frozen_until for node in self.nodes.values())) + SETTLE_NS)
         self._judge()
         self._judge_rest()
         self._probe()
