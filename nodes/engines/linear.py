@@ -34,6 +34,7 @@ Pack = Callable[[Tensor, Tensor | None], Linear]  # weight [out, in] and bias [o
 WEIGHTS = ("auto", "float32", "fp16")
 FP16_MAX = 65504.0
 FP16_EXPONENT_MAX = 15  # shifted weights stay under 2 ** this
+SHIFT_MAX = 64  # either way; rows shifted back by more could leave float32's range
 WIDE = 8  # outputs per input from which a matrix counts as wide: no layer's has as many, every head has
 ONEDNN_ROWS = 256  # the number of rows that oneDNN is told to pack for; a prefill chunk
 CHECKED_ELEMENTS = 1 << 18  # of a matrix at a time: one that will not do is mostly known by its first
@@ -133,7 +134,8 @@ def exact_shift(weight: Tensor) -> int | None:
     largest = _largest(weight)
     if not math.isfinite(largest):
         return None
-    shifts = (0, FP16_EXPONENT_MAX - math.frexp(largest)[1])
+    upwards = FP16_EXPONENT_MAX - math.frexp(largest)[1]
+    shifts = (0, upwards) if abs(upwards) <= SHIFT_MAX else (0,)
     return next((shift for shift in shifts if _is_float16(weight, shift)), None)
 
 

@@ -62,6 +62,12 @@ def test_auto_keeps_float32_where_one_weight_would_change(bad: float) -> None:
     assert "fp16" not in forms("auto", weight)
 
 
+def test_a_shift_that_the_rows_could_not_undo_is_not_made() -> None:
+    assert exact_shift(torch.full((4, WIDTH), 2.0**-20)) == 0
+    assert exact_shift(torch.full((4, WIDTH), 2.0**-40)) == 54
+    assert exact_shift(torch.full((4, WIDTH), 2.0**-60)) is None
+
+
 def test_fp16_rounds_when_it_is_told_to() -> None:
     weight, x = matrix(), torch.randn(8, WIDTH)
     assert forms("fp16", weight) == ["fp16"]
