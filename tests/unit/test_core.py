@@ -13,6 +13,7 @@ from pdbus.bus.messages import (
     Drain,
     Geometry,
     Goodbye,
+    Heartbeat,
     Hello,
     LeaseId,
     Message,
@@ -30,10 +31,10 @@ from pdbus.bus.messages import (
 from pdbus.bus.wire import Header, pack_u32
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
-from pdbus.nodes.peers import RELOAD_NS, peer_key
+from pdbus.nodes.peers import AVOID_NS, RELOAD_NS, peer_key
 
 S = 1_000_000_000
-ME, PEER = b"me".ljust(16), b"peer".ljust(16)
+ME, PEER = b"me".ljust(16), b"peer".ljust(16)  # incarnations
 E = TypeVar("E", bound=ev.NodeEffect)
 
 
@@ -55,10 +56,11 @@ class Node:
         self.core.pool.check()
         return self.effects
 
-    def told(self, message: Message, hashes: tuple[bytes, ...] = ()) -> list[ev.NodeEffect]:
+    def told(self, message: Message, by: str = "peer") -> list[ev.NodeEffect]:
         self.seq += 1
-        header = Header(from_="peer", from_inc=PEER, to="me", to_inc=ME, seq=self.seq)
-        return self.hear(ev.MessageCame(link="out:1", header=header, message=message, block_hashes=hashes))
+        header = Header(from_=by, from_inc=incarnation(by), to="me", to_inc=ME, seq=self.seq)
+        hashes = (b"prompt",) if isinstance(message, PrefillRequest) else ()
+        return self.hear(ev.MessageCame(link=f"to {by}", header=header, message=message, block_hashes=hashes))
 
     def tick(self, after_ns: int) -> list[ev.NodeEffect]:
         self.now += after_ns
@@ -72,16 +74,26 @@ class Node:
 
     # ------------------------------------------------------------ usual beginnings
 
-    def meet(self) -> None:
+    def meet(self, name: str = "peer") -> None:
         """The peer is up, and its agent announced."""
-        hello = Hello(role=self.peer_role, address="tcp://peer:1", epoch=1, geometry=Geometry(layers=1))
+        address = f"tcp://{name}:1"
+        hello = Hello(role=self.peer_role, address=address, epoch=1, geometry=Geometry(layers=1))
         if self.peer_role == "decode":
-            self.told(hello)
+            self.told(hello, name)
             return
-        self.hear(ev.JoinAsked(address="tcp://peer:1"))
-        self.hear(ev.LinkOpened(address="tcp://peer:1", link="out:1"))
-        self.told(Welcome(hello=hello))
-        self.told(agent(1, "peer"))
+        self.hear(ev.JoinAsked(address=address))
+        self.hear(ev.LinkOpened(address=address, link=f"to {name}"))
+        self.told(Welcome(hello=hello), name)
+        self.told(agent(1, name), name)
+
+    def meet_ready(self, name: str = "peer") -> None:
+        self.meet(name)
+        self.hear(ev.PeerAddEnded(peer=peer_key(name, incarnation(name), 1)))
+
+    def asks(self, number: int) -> str:
+        """Whom request number n is asked of; '' for nobody."""
+        self.generate(request=b"%d" % number, client=f"c{number}")
+        return next((e.to for e in self.got(ev.Send) if isinstance(e.message, PrefillRequest)), "")
 
     def up(self) -> None:
         self.hear(ev.WorkerUp())
@@ -107,6 +119,10 @@ class Node:
         )
 
 
+def incarnation(name: str) -> bytes:
+    return name.encode().ljust(16)
+
+
 def agent(epoch: int, name: str) -> Agent:
     return Agent(epoch=epoch, name=f"{name}/{epoch}", blocks=16)
 
@@ -125,8 +141,7 @@ def decode() -> Node:
     """A decode node that is up and can read from a prefill node."""
     node = Node("decode")
     node.up()
-    node.meet()
-    node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 1)))
+    node.meet_ready()
     return node
 
 
@@ -243,6 +258,38 @@ def test_a_peer_that_comes_back_after_its_goodbye_is_served(prefill: Node) -> No
     assert any(isinstance(m, PrefillAccepted) for m in prefill.said())
 
 
+# ---------------------------------------------------------------- choosing
+
+
+def test_prefill_nodes_are_asked_in_turn() -> None:
+    node = Node("decode")
+    node.up()
+    for name in ("b", "a", "c"):
+        node.meet_ready(name)
+    assert [node.asks(n) for n in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_a_node_that_failed_an_attempt_comes_last_for_a_while() -> None:
+    node = Node("decode")
+    node.up()
+    node.meet_ready("a")
+    node.meet_ready("b")
+    assert node.asks(0) == "a"
+    node.tick(S)
+    node.tick(S)  # no answer
+    assert [e.to for e in node.got(ev.Send) if isinstance(e.message, PrefillRequest)] == ["b"]
+    assert [node.asks(n) for n in (1, 2)] == ["b", "b"]
+    for name in "ab":
+        node.told(Heartbeat(), name)
+    node.tick(AVOID_NS)
+    assert node.asks(3) == "a"
+
+
+def test_without_a_mover_nobody_is_asked(decode: Node) -> None:
+    decode.hear(ev.MoverLost(problem="killed", asked=False))
+    assert decode.asks(0) == ""
+
+
 # ---------------------------------------------------------------- fetching
 
 
@@ -318,6 +365,27 @@ def test_a_prompt_whose_row_failed_is_told_to_its_reader(prefill: Node) -> None:
     prefill.hear(ev.StepEnded(step=1, rows=(ev.StepRowEnded(seq=-1, problem="NaN"),), compute_ns=1))
     assert [m.cause for m in prefill.said() if isinstance(m, PrefillFailed)] == ["failed: NaN"]
     assert prefill.got(ev.CloseSequence) == [ev.CloseSequence(seq=-1)] and prefill.core.offers.rows() == []
+
+
+def test_without_a_worker_a_prompt_is_refused_and_nothing_is_cached(prefill: Node) -> None:
+    """What it computed is worth nothing to the next one."""
+    prefill.asked()
+    prefill.stepped()
+    assert prefill.core.pool.match([b"prompt"]) == 1
+    prefill.hear(ev.WorkerLost(problem="killed"))
+    assert prefill.core.pool.match([b"prompt"]) == 0
+    prefill.asked(attempt=2)
+    assert [m.cause for m in prefill.said() if isinstance(m, PrefillFailed)] == ["not_ready"]
+
+
+def test_the_mover_hears_how_many_leases_are_held(prefill: Node) -> None:
+    """It polls fast while any is."""
+    prefill.asked()
+    assert prefill.got(ev.AdvertiseLeases) == [ev.AdvertiseLeases(leases=1)]
+    prefill.stepped()
+    assert prefill.got(ev.AdvertiseLeases) == []
+    prefill.told(PrefillCancel(try_=TryId(node="peer", incarnation=PEER, request=b"r", attempt=1)))
+    assert prefill.got(ev.AdvertiseLeases) == [ev.AdvertiseLeases(leases=0)] and prefill.core.prefills.readers() == {}
 
 
 # ---------------------------------------------------------------- drain
