@@ -54,7 +54,8 @@ class SimNode:
         self.block_size = plan.block_size
         self.blocks = plan.prefill_blocks if role == "prefill" else plan.decode_blocks
         self.slab = [0] * (self.blocks * self.block_size)
-        self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.core = self.new_core()
+        self.record: list[tuple[ev.NodeEvent, int, list[ev.NodeEffect]]] = []
         self.worker = Worker(self)
         self.mover = Mover(self)
         self.answers: dict[bytes, Answer] = {}
@@ -71,6 +72,9 @@ class SimNode:
         self._idle_ticks = 0
         self._mover_asked = False
         self._leases: dict[tuple[str, int], bool] = {}  # by (request, attempt): whether it has ended
+
+    def new_core(self) -> NodeCore:
+        return NodeCore(self._core_config(), Membership(self._membership_config()))
 
     def start(self, join: Sequence[str]) -> None:
         self.cluster.bus.listening[self.address] = self
@@ -119,6 +123,7 @@ class SimNode:
             effects = self.core.handle(event, self.world.now)
         except (PdError, AssertionError, KeyError, IndexError, ValueError) as e:
             raise Violation(f"{self.name}: {type(e).__name__} {e} at {event}") from e
+        self.record.append((event, self.world.now, effects))
         for effect in effects:
             self.world.note(self.name, f"  -> {effect}")
             _CARRY_OUT[type(effect)](self, effect)

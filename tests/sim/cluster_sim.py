@@ -165,6 +165,7 @@ class Cluster:
         self.agents: dict[str, Mover] = {}
         self.agent_names: dict[str, None] = {}  # all that were ever used
         self.nodes: dict[str, SimNode] = {}
+        self.lives: list[SimNode] = []  # all that ever were
         self.clients: list[Client] = []
         self.codes: frozenset[str] = frozenset(("engine",)) if plan.failing_rows else frozenset()
         self._heard: Counter[str] = Counter()
@@ -201,6 +202,7 @@ class Cluster:
     def _start(self, name: str, life: int) -> None:
         role = "prefill" if name in self._prefills else "both" if self.plan.both else "decode"
         node = self.nodes[name] = SimNode(self, name, role, life)
+        self.lives.append(node)
         others = self._decodes if self.plan.both else []
         node.start([f"tcp://{p}:7400" for p in self._prefills + others if p != name] if role != "prefill" else [])
 

@@ -245,6 +245,8 @@ def test_a_peer_that_cannot_be_read_is_not_asked_and_tried_again() -> None:
     assert node.got(ev.AddPeer) == []
     node.tick(1)
     assert [e.peer for e in node.got(ev.AddPeer)] == [key]
+    node.tick(0)
+    assert node.got(ev.AddPeer) == []
     node.hear(ev.PeerAddEnded(peer=key))
     node.generate(request=b"q2", client="c2")
     assert any(isinstance(m, PrefillRequest) for m in node.said())
