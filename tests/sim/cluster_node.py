@@ -129,6 +129,7 @@ class SimNode:
             _CARRY_OUT[type(effect)](self, effect)
         self.cluster.heard(self, event.message.KIND if isinstance(event, ev.MessageCame) else type(event).__name__)
         self._watch_ticks(event)
+        self._check_nothing_lies()
         self.core.pool.check()
         if self.core.mover_up and self.mover.ready and self.mover.advertised != self.core.offers.held():
             raise Violation(f"{self.name}: {self.mover.advertised} leases advertised of {self.core.offers.held()}")
@@ -139,6 +140,19 @@ class SimNode:
         self._idle_ticks = self._idle_ticks + 1 if idle else 0
         if self._idle_ticks > IDLE_TICKS_MAX and not self.over:
             raise Violation(f"{self.name}: {self._idle_ticks} ticks in a row left a deadline in the past")
+
+    def _check_nothing_lies(self) -> None:
+        """Whatever can be done now has been begun: no later event is needed for it."""
+        core, free = self.core, self.core.pool.available()
+        if core.worker_up and not core.scheduler.busy:
+            for s in core.scheduler.sequences():
+                if s.remaining and (free or len(s.blocks) * self.block_size > s.computed):
+                    raise Violation(f"{self.name}: sequence {s.seq} could run, and no step is out")
+        waiting = core.requests._waiting
+        if waiting and len(core.requests) - len(waiting) < core.config.running_max:
+            needed = -(-(waiting[0].prompt_tokens + waiting[0].generated) // self.block_size)
+            if needed <= free:
+                raise Violation(f"{self.name}: {waiting[0].request!r} waits for {needed} blocks, and {free} are free")
 
     def _arm(self) -> None:
         due = self.core.next_deadline()
