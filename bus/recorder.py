@@ -1,8 +1,9 @@
 """What one node heard and decided, appended to a file as it happens, and read back.
 
-A file is a header and then batches, each a little-endian u32 length and that many bytes of msgpack. Many records go
-into one batch, written by a thread every 200 ms: a crash loses at most the last flush, a cut file reads to its last
-whole batch. Nothing here knows what the records mean.
+A file is a sequence of frames: length, CRC-32 and a count, each a little-endian u32, then so many bytes of msgpack.
+The first frame is the header, every other one an array of records. Records are encoded as they come, which costs less
+than to keep them, and written by a thread, many to a frame, every 200 ms: a crash loses at most the last flush, a cut
+file reads to its last whole frame, and a changed byte anywhere is noticed. Nothing here knows what the records mean.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import logging
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from .errors import ConfigError, RemoteProtocolError
-from .messages import Message
-from .wire import Declared, decode, encode
+from .wire import Declared, Raw, array_of, decode, decode_many, encode
 
 FORMAT = "pdbus-recording"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".pdrec"
 FLUSH_S = 0.2
 PENDING_MAX = 200_000  # records; a disk that stalls must not eat the node's memory: what is more is counted, not kept
 BATCH_RECORDS_MAX = 4096
-BATCH_BYTES_MAX = 256 << 20  # a length above this is no length but damage
+FRAME_BYTES_MAX = 256 << 20  # a length above this is no length but damage
 
-_LENGTH = struct.Struct("<I")
+_FRAME = struct.Struct("<III")  # bytes, their CRC-32 begun with the third, records lost before these
 _log = logging.getLogger("pdbus.recorder")
 
 
@@ -45,7 +46,7 @@ class RecordingHeader(Declared):
     boot: str = ""
 
 
-class Record(Declared):
+class Record(Declared, array_like=True):
     """One input or effect. `sequence` counts from 1; `cause` is the sequence of the record that led here, or 0."""
 
     sequence: int
@@ -55,9 +56,17 @@ class Record(Declared):
     cause: int = 0
 
 
-class Batch(Declared):
-    records: tuple[Record, ...]
-    lost: int = 0  # records before these that did not fit PENDING_MAX
+class RawRecord(Declared, array_like=True):
+    """A record whose payload is still encoded."""
+
+    sequence: int
+    now_ns: int
+    kind: str
+    payload: Raw
+    cause: int = 0
+
+
+R = TypeVar("R", Record, RawRecord)
 
 
 class Recorder:
@@ -72,9 +81,9 @@ class Recorder:
             format=FORMAT, version=VERSION, node=node, incarnation=incarnation,
             monotonic_ns=time.monotonic_ns(), wall_ns=time.time_ns(), boot=_boot(),
         )  # fmt: skip
-        self._write(encode(header))
+        self._write(encode(header), lost=0)
         self._file.flush()
-        self._pending: deque[Record] = deque()
+        self._pending: deque[bytes] = deque()
         self._sequence = self._lost = 0  # written by append alone
         self._lost_told = 0  # written by the writer alone
         self._some = threading.Event()
@@ -83,15 +92,16 @@ class Recorder:
         self._writer.start()
 
     def append(self, kind: str, payload: Declared | dict[str, Any], now_ns: int, cause: int = 0) -> int:
-        """Queues one record and returns its sequence. `payload` is encoded later and must not change; the kind of a
-        message in it, which its own encoding does not tell, is added to `kind`."""
+        """Appends one record and returns its sequence."""
         self._sequence += 1
-        message = getattr(payload, "message", None)
-        kind = f"{kind} {message.KIND}" if isinstance(message, Message) else kind
         if len(self._pending) >= PENDING_MAX or self._closing.is_set():
             self._lost += 1
             return self._sequence
-        self._pending.append(Record(sequence=self._sequence, now_ns=now_ns, kind=kind, payload=payload, cause=cause))
+        record = Record(sequence=self._sequence, now_ns=now_ns, kind=kind, payload=payload, cause=cause)
+        try:
+            self._pending.append(encode(record))
+        except (TypeError, ValueError, OverflowError) as e:  # what msgpack cannot hold
+            self._end(e)
         if not self._some.is_set():
             self._some.set()
         return self._sequence
@@ -102,6 +112,11 @@ class Recorder:
         self._some.set()
         self._writer.join()
 
+    def _end(self, problem: Exception) -> None:
+        """Ends the recording: what comes from now on is counted, not kept."""
+        _log.error("recording to %s ends here: %s", self.path, problem)
+        self._closing.set()
+
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
@@ -110,22 +125,26 @@ class Recorder:
                 self._some.clear()
                 self._flush()
             self._flush()
-        except (OSError, TypeError, ValueError) as e:  # no room on the disk; a payload that msgpack cannot hold
-            _log.error("recording to %s ends here: %s", self.path, e)
+        except OSError as e:
+            self._end(e)
         finally:
-            self._closing.set()  # what comes after a failure is counted, not kept
             self._file.close()
 
     def _flush(self) -> None:
         while self._pending:
             count = min(len(self._pending), BATCH_RECORDS_MAX)
             lost = self._lost - self._lost_told
-            self._write(encode(Batch(records=tuple(self._pending.popleft() for _ in range(count)), lost=lost)))
+            self._write(array_of([self._pending.popleft() for _ in range(count)]), lost)
             self._lost_told += lost
         self._file.flush()
 
-    def _write(self, data: bytes) -> None:
-        self._file.write(_LENGTH.pack(len(data)) + data)
+    def _write(self, data: bytes, lost: int) -> None:
+        self._file.write(frame(data, lost))
+
+
+def frame(data: bytes, lost: int = 0) -> bytes:
+    """One frame of a file. `lost`: records before these that could not be kept."""
+    return _FRAME.pack(len(data), zlib.crc32(data, lost), lost) + data
 
 
 def _boot() -> str:
@@ -144,13 +163,15 @@ def _create(path: Path) -> BinaryIO:
 
 
 class Recording:
-    """One file, read back. Iterate once; then `truncated` says why it stopped early ('' when it did not) and `lost`
-    how many records its node could not keep. A file that is still being written reads as a cut one."""
+    """One file, read back. Iterate once, over it or over `raw()`; then `truncated` says why it stopped early ('' when
+    it did not), `damaged` whether that is no crash but changed bytes, and `lost` how many records its node could not
+    keep. A file that is still being written reads as a cut one."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError naming the file when it is no recording, or of a later version."""
+        """Raises ConfigError naming the file when it is no recording, or of another version."""
         self.path = path
         self.truncated = ""
+        self.damaged = False
         self.lost = 0
         try:
             self._file = path.open("rb")
@@ -159,43 +180,59 @@ class Recording:
         self.header = self._read_header()
 
     def _read_header(self) -> RecordingHeader:
-        data = self._next()
         try:
-            header = decode(data or b"", RecordingHeader)
+            header = decode(self._next() or b"", RecordingHeader)
         except RemoteProtocolError:
             header = None
         if header is None or header.format != FORMAT:
             self._file.close()
             raise ConfigError(str(self.path), "is no recording; give a file or folder of --record")
-        if header.version > VERSION:
+        if header.version != VERSION:
             self._file.close()
-            problem = f"is a recording of version {header.version}; this pdbus reads up to {VERSION}"
+            problem = f"is a recording of version {header.version}; this pdbus reads version {VERSION}"
             raise ConfigError(str(self.path), problem)
         return header
 
+    def close(self) -> None:
+        """For who wanted its header alone: iterating closes it."""
+        self._file.close()
+
     def __iter__(self) -> Iterator[Record]:
+        return self._records(Record)
+
+    def raw(self) -> Iterator[RawRecord]:
+        """The records with their payloads still encoded."""
+        return self._records(RawRecord)
+
+    def _records(self, kind: type[R]) -> Iterator[R]:
         with self._file:
             while (data := self._next()) is not None:
                 try:
-                    batch = decode(data, Batch)
+                    records = decode_many(data, kind)
                 except RemoteProtocolError as e:
-                    self.truncated = f"damaged before byte {self._file.tell()}: {e}"
+                    self._damage(f"before byte {self._file.tell()}: {e}")
                     return
-                self.lost += batch.lost
-                yield from batch.records
+                yield from records
 
     def _next(self) -> bytes | None:
-        """The next length's bytes; None at the end, whole or not."""
+        """The next frame; None at the end, whole or not."""
         at = self._file.tell()
-        prefix = self._file.read(_LENGTH.size)
+        prefix = self._file.read(_FRAME.size)
         if not prefix:
             return None
-        length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else 0
-        data = self._file.read(length) if 0 < length <= BATCH_BYTES_MAX else b""
-        if not length or len(data) < length:
+        length, checksum, lost = _FRAME.unpack(prefix) if len(prefix) == _FRAME.size else (0, 0, 0)
+        data = self._file.read(length) if length <= FRAME_BYTES_MAX else b""
+        if not length or len(data) < length <= FRAME_BYTES_MAX:
             self.truncated = f"cut at byte {at}"
             return None
+        if zlib.crc32(data, lost) != checksum:
+            self._damage(f"between bytes {at} and {self._file.tell()}")
+            return None
+        self.lost += lost
         return data
+
+    def _damage(self, where: str) -> None:
+        self.truncated, self.damaged = f"damaged {where}", True
 
 
 def read(path: Path) -> Recording:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, Union, dataclass_transform
 
 import msgpack
@@ -27,6 +27,7 @@ FRAMES_MAX = 16
 DEPTH_MAX = 64  # a depth bomb would raise RecursionError, not a decode error
 
 T = TypeVar("T", bound="Declared")
+Raw = msgspec.Raw  # the type of a field that decoding leaves encoded: `bytes(raw)`
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
@@ -48,11 +49,18 @@ class Header(Declared, rename={"from_": "from"}):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+_many: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+_plain = msgspec.msgpack.Decoder()
 
 
 def encode(value: Declared) -> bytes:
     """One declared value as msgpack."""
     return _encoder.encode(value)
+
+
+def encode_all(values: Iterable[Declared]) -> bytes:
+    """Each as `encode` does, one after the other."""
+    return b"".join(map(_encoder.encode, values))
 
 
 def decode(data: bytes | memoryview, kind: type[T], *, name: str = "") -> T:
@@ -61,6 +69,37 @@ def decode(data: bytes | memoryview, kind: type[T], *, name: str = "") -> T:
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     return _decoded(decoder, data, name)  # type: ignore[no-any-return]
+
+
+def decoder(kind: type[T]) -> Callable[[bytes | memoryview], T]:
+    """`decode` for one type over and over: what it returns raises RemoteProtocolError naming the field at fault.
+
+    `kind` may also be a parametrized generic one (`MessageCame[Goodbye]`).
+    """
+    name, made = getattr(kind, "__name__", ""), msgspec.msgpack.Decoder(kind)
+
+    def decode_one(data: bytes | memoryview) -> T:
+        return _decoded(made, data, name)  # type: ignore[no-any-return]
+
+    return decode_one
+
+
+def decode_many(data: bytes | memoryview, kind: type[T]) -> tuple[T, ...]:
+    """Decode an array of one declared type. Raises RemoteProtocolError as `decode` does."""
+    many = _many.get(kind)
+    if many is None:
+        many = _many[kind] = msgspec.msgpack.Decoder(tuple[kind, ...])  # type: ignore[valid-type]
+    return _decoded(many, data, "")  # type: ignore[no-any-return]
+
+
+def array_of(encoded: Sequence[bytes]) -> bytes:
+    """Values that are encoded already as one array: what `decode_many` reads."""
+    return b"".join((b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
+
+
+def decode_plain(data: bytes | memoryview) -> Any:
+    """Plain dicts, lists and scalars of any encoded value. Raises RemoteProtocolError."""
+    return _decoded(_plain, data, "")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, name: str) -> Any:

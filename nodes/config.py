@@ -79,6 +79,7 @@ class NodeConfig(Declared):
     coded_token_us: float
 
     record: str  # folder; "": not recorded
+    record_tokens: bool
     run_dir: str
     written: dict[str, str] = {}  # by option, how the user wrote it: PD_MODEL, model (node.toml)
 
@@ -242,6 +243,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
             "Time that each token adds to a step."),
     Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
+    Setting("record_tokens", "Trace", "", values.switch, False, "Record sampled tokens as well."),
 )  # fmt: skip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 

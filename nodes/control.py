@@ -25,15 +25,8 @@ from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import (
-    Agent,
-    FirstToken,
-    Hello,
-    PrefillRequest,
-    TryId,
-)
+from pdbus.bus.messages import Agent, FirstToken, Hello, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
-from pdbus.bus.recorder import Recorder
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
@@ -49,6 +42,7 @@ from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
+from .recording import NodeRecorder
 from .scheduler import Limits
 from .setup import Setup, set_up, worker_args
 from .tokenizer import load_tokenizer
@@ -103,13 +97,18 @@ class Control:
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watchers: list[Callable[[], None]] = []
-        self._recorder = Recorder(Path(config.record), config.name, self.incarnation) if config.record else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
         self.publisher = Publisher(config.name, self.incarnation, context=self._context)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
-        self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        core_config, membership_config = self._core_config(), self._membership_config()
+        self.core = NodeCore(core_config, Membership(membership_config))
+        self._recorder = (
+            NodeRecorder(Path(config.record), core_config, membership_config, tokens=config.record_tokens)
+            if config.record
+            else None
+        )
         self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self.worker: Managed[ipc.FromWorker] = Managed(
@@ -217,11 +216,8 @@ class Control:
 
     def _turn(self, event: ev.NodeEvent) -> None:
         now = time.monotonic_ns()
-        effects = self.core.handle(event, now)
-        if self._recorder is not None:
-            heard = self._recorder.append(type(event).__name__, event, now)
-            for effect in effects:
-                self._recorder.append(type(effect).__name__, effect, now, heard)
+        recorder = self._recorder
+        effects = recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now)
         for effect in effects:
             _CARRY_OUT[type(effect)](self, effect)
 
@@ -272,7 +268,7 @@ class Control:
     def _on_link_lost(self, link: str) -> None:
         self.post(ev.LinkLost(link=link))
 
-    def _send(self, e: ev.Send) -> None:
+    def _send(self, e: ev.Send[Message]) -> None:
         raw = (pack_u32(self.intake.prompt(e.message.try_.request)),) if isinstance(e.message, PrefillRequest) else ()
         self.endpoint.send(e.link, e.message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
 

@@ -17,6 +17,7 @@ from pdbus.bus.messages import (
     LeaseReleased,
     LeaseRenew,
     LeaseRenewed,
+    Message,
     PrefillAccepted,
     PrefillCancel,
     PrefillCancelled,
@@ -140,7 +141,7 @@ class NodeCore:
 
     # ------------------------------------------------------------ messages
 
-    def _message(self, event: ev.MessageCame, now: int, out: list[ev.NodeEffect]) -> None:
+    def _message(self, event: ev.MessageCame[Message], now: int, out: list[ev.NodeEffect]) -> None:
         message, header = event.message, event.header
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
@@ -276,7 +277,9 @@ class NodeCore:
         self._reads[read.read] = read.request, self.requests.read_posted(read.request, now)
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
-            out.append(ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target))
+            out.append(
+                ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target, request=read.request)
+            )
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
         if failed.peer_suspect:
@@ -292,7 +295,7 @@ class NodeCore:
 
     def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
         rows = {row.seq: row for row in event.rows}
-        for p in self.scheduler.end_step(event.step):
+        for p in self.scheduler.end_step(event.step, [row.seq for row in event.rows if row.problem]):
             row = rows[p.seq]
             if self.prefills.owns(p.seq):
                 out += self.prefills.progressed(p, row, now)

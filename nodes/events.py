@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from pdbus.bus.messages import Agent, Message, Sampling, Timeline, TryId
 from pdbus.bus.wire import Declared, Header
 from pdbus.connector.ipc import StepRow
+
+M_co = TypeVar("M_co", bound=Message, covariant=True)  # so that a recording is read back with its message typed
 
 # ---------------------------------------------------------------- heard
 
@@ -13,12 +17,12 @@ class NodeEvent(Declared, tag_field="t", tag=True):
     pass
 
 
-class MessageCame(NodeEvent):
+class MessageCame(NodeEvent, Generic[M_co]):
     """Any message but generate. `block_hashes` for a prefill.request only: of its prompt's full blocks."""
 
     link: str
     header: Header
-    message: Message
+    message: M_co
     block_hashes: tuple[bytes, ...] = ()
 
 
@@ -161,13 +165,13 @@ class NodeEffect(Declared, tag_field="t", tag=True):
     pass
 
 
-class Send(NodeEffect):
+class Send(NodeEffect, Generic[M_co]):
     """Send on this link. For a prefill.request the shell adds the prompt's ids as a raw frame."""
 
     link: str
     to: str
     to_inc: bytes
-    message: Message
+    message: M_co
     cause: int = 0
 
 
@@ -245,10 +249,13 @@ class RemovePeer(NodeEffect):
 
 
 class StartRead(NodeEffect):
+    """`request` tells people whose read it is."""
+
     read: int
     peer: str
     source: tuple[int, ...]
     target: tuple[int, ...]
+    request: bytes = b""
 
 
 class AdvertiseLeases(NodeEffect):

@@ -88,12 +88,12 @@ class Prefills:
                 out += self._forget(effect.try_)
             case LeaseBegan():
                 self._leases[effect.try_.node] = self._leases.get(effect.try_.node, 0) + 1
-                out.append(_lease_event("lease.began", effect.try_, blocks=effect.blocks))
+                out.append(_lease_event("lease.began", effect, blocks=effect.blocks))
             case LeaseEnded():
                 self._leases[effect.try_.node] -= 1
                 if not self._leases[effect.try_.node]:
                     del self._leases[effect.try_.node]
-                out.append(_lease_event("lease.ended", effect.try_, cause=str(effect.cause), held_ns=effect.held_ns))
+                out.append(_lease_event("lease.ended", effect, cause=str(effect.cause), held_ns=effect.held_ns))
 
     def _start(self, start: StartPrefill, now: int) -> NodeEffect:
         self._next_seq -= 1  # below zero: never a number of a request's
@@ -123,9 +123,9 @@ class Prefills:
         return [CloseSequence(seq=seq)]
 
 
-def _lease_event(event: str, try_: TryId, **data: object) -> Publish:
+def _lease_event(event: str, effect: LeaseBegan | LeaseEnded, **data: object) -> Publish:
+    try_, lease = effect.try_, effect.lease
+    named = {"request": try_.request.hex(), "attempt": try_.attempt, "decode_node": try_.node}
     return Publish(
-        topic="lease",
-        event=event,
-        data={"request": try_.request.hex(), "attempt": try_.attempt, "decode_node": try_.node, **data},
+        topic="lease", event=event, data={**named, "generation": lease.generation, "epoch": lease.epoch, **data}
     )

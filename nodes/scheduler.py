@@ -11,7 +11,7 @@ computed again later; the oldest is never preempted, so it always ends, and so d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -124,13 +124,17 @@ class Scheduler:
             self._begin(plan.rows)
         return plan
 
-    def end_step(self, step: int) -> list[Progress]:
-        """The step is over: what it computed counts for the sequences that are still there."""
+    def end_step(self, step: int, failed: Collection[int] = ()) -> list[Progress]:
+        """The step is over: what it computed counts for the sequences that are still there. Nothing of the `failed`
+        ones is shared from now on."""
         if step != self._step or not self._rows:
             return []
         rows, self._rows = self._rows, {}
         self._pool.drop(self._held, Holder.IN_STEP)
         self._held = []
+        for seq in failed:
+            if seq in self._sequences:
+                self._sequences[seq].block_hashes = ()
         return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
 
     def abandon_step(self) -> list[int]:

@@ -8,17 +8,17 @@ is not known here, only their field names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
-from pdbus.bus.errors import ConfigError
-from pdbus.bus.recorder import SUFFIX, Record, Recording, RecordingHeader, read
+from pdbus.bus.recorder import Record, Recording, read
 
 from ..tables import output
+from .files import clock_offsets, files_of
 
 DETAIL_CHARS_MAX = 160
 KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
@@ -52,31 +52,12 @@ def show_request(wanted: str, paths: Sequence[Path]) -> int:
 
 def load(paths: Sequence[Path]) -> tuple[list[Moment], list[str]]:
     """All records of all files in the order of the common clock, and what is to be said about the files."""
-    recordings = [read(file) for path in paths for file in _files(path)]
-    offsets = _offsets([recording.header for recording in recordings])
+    recordings = [read(file) for path in paths for file in files_of(path)]
+    offsets = clock_offsets([recording.header for recording in recordings])
     moments = [moment for r, offset in zip(recordings, offsets, strict=True) for moment in _moments(r, offset)]
     notes = [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
     notes += [f"{r.path.name}: {r.lost} records were lost while recording" for r in recordings if r.lost]
     return sorted(moments, key=lambda m: (m.at_ns, m.node, m.record.sequence)), notes
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if not files:
-        raise ConfigError(str(path), f"holds no recording (*{SUFFIX}); give a folder of --record")
-    return files
-
-
-def _offsets(headers: Sequence[RecordingHeader]) -> list[int]:
-    """What to add to each file's clock. One offset a boot: wall clocks drift, the shared monotonic clock does not."""
-    by_boot: dict[str, int] = {}
-    offsets = []
-    for header in headers:
-        offset = header.wall_ns - header.monotonic_ns
-        offsets.append(by_boot.setdefault(header.boot, offset) if header.boot else offset)
-    return offsets
 
 
 def _moments(recording: Recording, offset_ns: int) -> Iterator[Moment]:
@@ -150,23 +131,25 @@ def render(request: Tie, moments: Sequence[Moment]) -> Table:
     table.add_column("+ms", justify="right", no_wrap=True)
     table.add_column("what", no_wrap=True)
     table.add_column("details", overflow="fold", style="dim")
-    colours = _colours(moments)
+    colours = colours_of(moment.node for moment in moments)
     for moment in moments:
         milliseconds = f"{(moment.at_ns - moments[0].at_ns) / 1e6:.3f}"
-        what, details = _describe(moment.record)
+        what, details = describe(moment.record.kind, moment.record.payload)
         table.add_row(f"[{colours[moment.node]}]{moment.node}[/]", milliseconds, what, details)
     return table
 
 
-def _colours(moments: Sequence[Moment]) -> dict[str, str]:
+def colours_of(nodes: Iterable[str]) -> dict[str, str]:
+    """A colour for each node."""
     palette = ("cyan", "magenta", "green", "yellow", "blue", "red")
-    return {node: palette[i % len(palette)] for i, node in enumerate(dict.fromkeys(m.node for m in moments))}
+    return {node: palette[i % len(palette)] for i, node in enumerate(dict.fromkeys(nodes))}
 
 
-def _describe(record: Record) -> tuple[str, str]:
-    payload = record.payload if isinstance(record.payload, dict) else {"": record.payload}
+def describe(kind: str, value: Any) -> tuple[str, str]:
+    """A record of this kind with this plain payload in two cells: what it is, and its details as far as they fit."""
+    payload = value if isinstance(value, dict) else {"": value}
     tag = payload.get("t", "")
-    what = record.kind if tag in ("", record.kind.partition(" ")[0]) else f"{record.kind} {tag}"
+    what = kind if tag in ("", kind.partition(" ")[0]) else f"{kind} {tag}"
     message = payload.get("message")
     inner = message if isinstance(message, dict) else {}
     details = _fields({**{k: v for k, v in payload.items() if k != "message" or not inner}, **inner})

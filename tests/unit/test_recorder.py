@@ -9,11 +9,15 @@ import pytest
 
 from pdbus.bus import recorder as recorder_module
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.messages import Goodbye, LeaseId, Message
-from pdbus.bus.recorder import Recorder, read
+from pdbus.bus.messages import LeaseId
+from pdbus.bus.recorder import Recorder, frame, read
 from pdbus.bus.wire import Declared, encode
 
 INCARNATION = bytes(range(16))
+
+
+def frame_end(data: bytes, start: int = 0) -> int:
+    return start + 12 + int.from_bytes(data[start : start + 4], "little")
 
 
 class Heard(Declared, tag_field="t", tag=True):
@@ -43,24 +47,11 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     assert recording.truncated == "" and recording.lost == 0
 
 
-class Came(Declared, tag_field="t", tag=True):
-    message: Message
-
-
-def test_a_message_inside_an_event_is_told_by_its_kind(tmp_path: Path) -> None:
-    """A message's own encoding is its body alone; without its kind nobody could tell drain from status."""
-    recorder = Recorder(tmp_path, "prefill-1", INCARNATION)
-    recorder.append("Came", Came(message=Goodbye(reason="done")), now_ns=1)
-    recorder.close()
-    (record,) = read(recorder.path)
-    assert (record.kind, record.payload["message"]) == ("Came goodbye", {"reason": "done"})
-
-
 def test_a_file_cut_at_any_byte_reads_to_its_last_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash may cut anywhere, in a length or in a record; what was whole before must not be lost with it."""
     monkeypatch.setattr(recorder_module, "BATCH_RECORDS_MAX", 2)
     whole = record_to(tmp_path, 5).read_bytes()
-    header_end = 4 + int.from_bytes(whole[:4], "little")
+    header_end = frame_end(whole)
     cut_file = tmp_path / "cut.pdrec"
     most = 0
     for end in range(header_end, len(whole)):
@@ -77,7 +68,7 @@ def test_a_file_cut_at_any_byte_reads_to_its_last_whole_batch(tmp_path: Path, mo
 
 def test_a_header_cut_short_is_no_recording(tmp_path: Path) -> None:
     whole = record_to(tmp_path, 1).read_bytes()
-    header_end = 4 + int.from_bytes(whole[:4], "little")
+    header_end = frame_end(whole)
     cut_file = tmp_path / "cut.pdrec"
     for end in range(header_end):
         cut_file.write_bytes(whole[:end])
@@ -93,26 +84,40 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path, content: bytes) -> No
         read(path)
 
 
-def test_a_later_version_is_refused_saying_both(tmp_path: Path) -> None:
+def test_another_version_is_refused_saying_both(tmp_path: Path) -> None:
     header = recorder_module.RecordingHeader(
         format=recorder_module.FORMAT, version=99, node="n", incarnation=b"", monotonic_ns=0, wall_ns=0
     )
     data = encode(header)
     path = tmp_path / "later.pdrec"
-    path.write_bytes(len(data).to_bytes(4, "little") + data)
-    with pytest.raises(ConfigError, match="version 99; this pdbus reads up to 1"):
+    path.write_bytes(frame(data))
+    with pytest.raises(ConfigError, match="version 99; this pdbus reads version 2"):
         read(path)
 
 
-def test_damage_in_the_middle_ends_the_reading_and_says_where(tmp_path: Path) -> None:
+def test_any_changed_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is, nothing of its frame is believed, and it is told from a crash."""
+    monkeypatch.setattr(recorder_module, "BATCH_RECORDS_MAX", 2)
+    whole = record_to(tmp_path, 5).read_bytes()
+    header_end = frame_end(whole)
+    changed = tmp_path / "changed.pdrec"
+    for at in range(header_end, len(whole)):
+        for bit in (0x01, 0x80):
+            changed.write_bytes(whole[:at] + bytes((whole[at] ^ bit,)) + whole[at + 1 :])
+            recording = read(changed)
+            found = [record.payload["i"] for record in recording]
+            assert found == list(range(len(found)))
+            assert len(found) < 5, f"byte {at} changed unnoticed"
+            assert recording.truncated
+
+
+def test_what_is_no_record_ends_the_reading_and_says_where(tmp_path: Path) -> None:
     path = record_to(tmp_path, 3)
-    data = bytearray(path.read_bytes())
-    header_end = 4 + int.from_bytes(data[:4], "little")
-    data[header_end + 4 :] = b"\xc1" * (len(data) - header_end - 4)
-    path.write_bytes(data)
+    whole = path.read_bytes()
+    path.write_bytes(whole + frame(b"\x91\xc0"))
     recording = read(path)
-    assert list(recording) == []
-    assert "damaged before byte" in recording.truncated
+    assert len(list(recording)) == 3
+    assert recording.damaged and recording.truncated.startswith("damaged before byte")
 
 
 def test_records_that_do_not_fit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,39 @@
+"""What one node's recording says that another's can confirm or deny."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdbus.bus.messages import LeaseId, TryId
+
+Life = tuple[str, bytes]  # a node's name and incarnation
+
+
+class Granted(NamedTuple):
+    """A lease on its prefill node. `cause` is '' while it is held."""
+
+    try_: tuple[str, str, int]
+    cause: str
+    sequence: int
+
+
+class Confirmed(NamedTuple):
+    """A decode node took KV as valid on this word."""
+
+    lease: LeaseId
+    try_: TryId
+    sequence: int
+    now_ns: int
+
+
+@dataclass
+class Facts:
+    """One life of one node."""
+
+    life: Life
+    leases: dict[int, Granted] = field(default_factory=dict)  # by generation
+    confirmed: list[Confirmed] = field(default_factory=list)
+    sent: dict[bytes, None] = field(default_factory=dict)  # digests of messages, as others would hear them
+    heard: dict[Life, dict[bytes, int]] = field(default_factory=dict)  # from whom: digest -> where first
+    clean: bool = False  # it ended in good order, and nothing of it is missing

@@ -1,0 +1,122 @@
+"""One node's recording as what it means: every input with the effects that followed it, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pdbus.bus.errors import RemoteProtocolError
+from pdbus.bus.messages import MESSAGES
+from pdbus.bus.recorder import RawRecord, Recording
+from pdbus.bus.wire import Declared, decoder, encode
+
+from .. import events as ev
+from ..recording import CoreBegan, CoreRaised
+
+Decoder = Callable[[Any], Any]
+
+
+class Turn(NamedTuple):
+    """An input and what was decided."""
+
+    sequence: int
+    now_ns: int
+    event: ev.NodeEvent
+    effects: list[ev.NodeEffect]
+
+
+class RawTurn(NamedTuple):
+    """A turn as it stands in the file."""
+
+    heard: RawRecord
+    decided: list[RawRecord]
+
+
+class Unreadable(Exception):
+    """A record that this version does not understand. `str()` says why."""
+
+
+class Hole(NamedTuple):
+    """Why nothing after this point can be followed. `lost`: the node itself could not keep up."""
+
+    after: int  # the last record before it
+    problem: str
+    lost: bool
+
+
+def turns_of(recording: Recording, records: Iterator[RawRecord]) -> Iterator[RawTurn | Hole]:
+    """Inputs with their effects, in order; a Hole ends it. `records` are those after the first."""
+    heard: RawRecord | None = None
+    decided: list[RawRecord] = []
+    last = 1
+    for record in records:
+        last += 1
+        cause = record.cause
+        if record.sequence != last or (cause and (heard is None or cause != heard.sequence)):
+            if heard is not None:
+                yield RawTurn(heard, decided)
+            yield _hole(recording, record, last)
+            return
+        if cause:
+            decided.append(record)
+            continue
+        if heard is not None:
+            yield RawTurn(heard, decided)
+        heard, decided = record, []
+    if heard is not None:
+        yield RawTurn(heard, decided)
+
+
+def _hole(recording: Recording, record: RawRecord, expected: int) -> Hole:
+    if record.sequence > expected and recording.lost:
+        missing = record.sequence - expected
+        return Hole(expected - 1, f"{missing} records are missing: the node's disk did not keep up", lost=True)
+    if record.sequence != expected:
+        return Hole(expected - 1, f"record {expected} should follow, but it is numbered {record.sequence}", lost=False)
+    return Hole(expected - 1, f"record {expected} names {record.cause} as its input, which is another", lost=False)
+
+
+def began(records: Iterator[RawRecord]) -> tuple[CoreBegan, bool]:
+    """What the node's core was made of, and whether this version knows all of it. Raises Unreadable for another
+    program's recording."""
+    first = next(records, None)
+    if first is None:
+        raise Unreadable("holds no record")
+    if first.kind != CoreBegan.__name__:
+        raise Unreadable(f"begins with {first.kind!r}, not with a node's settings: another program wrote it")
+    made: CoreBegan = _decoded(_BEGAN, first)
+    return made, encode(made) == bytes(first.payload)
+
+
+def event_of(record: RawRecord) -> ev.NodeEvent:
+    """The input, typed. Raises Unreadable."""
+    return _decoded(_decoder(record.kind, ev.NodeEvent), record)  # type: ignore[no-any-return]
+
+
+def effect_of(record: RawRecord) -> ev.NodeEffect | CoreRaised:
+    """The effect, typed. Raises Unreadable."""
+    return _decoded(_decoder(record.kind, ev.NodeEffect), record)  # type: ignore[no-any-return]
+
+
+_BEGAN = decoder(CoreBegan)
+_decoders: dict[str, Decoder] = {CoreRaised.__name__: decoder(CoreRaised)}  # by a record's kind
+
+
+def _decoder(kind: str, base: type[Declared]) -> Decoder:
+    """Of the type and, where it carries one, the message that a record's kind names."""
+    found = _decoders.get(kind)
+    if found is None:
+        name, _, message = kind.partition(" ")
+        type_: Any = next((c for c in base.__subclasses__() if c.__name__ == name), None)
+        generic = type_ in (ev.MessageCame, ev.Send)
+        if type_ is None or bool(message) is not generic or (generic and message not in MESSAGES):
+            raise Unreadable(f"{kind!r} is unknown to this version")
+        found = _decoders[kind] = decoder(type_[MESSAGES[message]] if generic else type_)
+    return found
+
+
+def _decoded(decode: Decoder, record: RawRecord) -> Any:
+    try:
+        return decode(record.payload)
+    except RemoteProtocolError as e:
+        raise Unreadable(f"{record.kind}: {e}") from None

@@ -1,0 +1,183 @@
+"""`pd-replay verify`: run every recorded core again, check the whole cluster, say what is wrong and what is unknown."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.recorder import Record, read
+
+from ..tables import output
+from .block_history import BlockHistory
+from .cluster_run import ClusterRun, title
+from .files import clock_offsets
+from .findings import Finding
+from .history import Lease, Subject, requests_like, story_of, tries_of
+from .show import describe
+from .story import Moment, in_order, merged, table
+
+EXIT_FAILED = 1
+EXIT_NO_RECORDING = 2
+AROUND = 4  # records before and after a finding
+SHOWN_MAX = 20  # findings; the first ones say the most
+TOLD_AROUND_MAX = 3  # of these the records around are shown
+
+Named = tuple[str, int]  # [NODE/]NUMBER
+
+
+def verify(paths: Sequence[Path], *, lease: Named | None = None, request: str = "", block: Named | None = None) -> int:
+    """Prints the verdict, then the histories that are asked for. 0: every core decided the same again and no invariant
+    is broken; 1: not so; 2: something given is no recording. Raises ConfigError when nothing given is one."""
+    cluster = ClusterRun(paths)
+    console = output()
+    console.print(_nodes(cluster))
+    _print_findings(cluster, console)
+    console.print(_verdict(cluster))
+    files = [run.path for run in cluster.runs]
+    if lease:
+        _tell_lease(Lease(*lease), files, console)
+    if request:
+        _tell_request(request, files, console)
+    if block:
+        _tell_block(*block, files, console)
+    if cluster.failures:
+        return EXIT_FAILED
+    return EXIT_NO_RECORDING if cluster.unreadable or not any(run.inputs for run in cluster.runs) else 0
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def _nodes(cluster: ClusterRun) -> Table:
+    grid = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("node", "life", "records", "run again", "ended"):
+        grid.add_column(column, justify="right" if column == "records" else "left", overflow="fold")
+    for run in cluster.runs:
+        name, incarnation = run.facts.life
+        again = {True: "the same", False: "[red]another[/]", None: "[yellow]not[/]"}[run.again]
+        grid.add_row(escape(name), incarnation.hex()[:12], f"{run.records:,}", again, escape(run.ended))
+    return grid
+
+
+def _verdict(cluster: ClusterRun) -> str:
+    requests: Counter[str] = sum((run.requests or Counter() for run in cluster.runs), Counter())
+    leases: Counter[str] = sum((run.leases or Counter() for run in cluster.runs), Counter())
+    counted = f"{_counts('requests', requests)}; {_counts('leases', leases)}"
+    kinds = Counter(finding.kind.value for finding in cluster.failures)
+    if not kinds:
+        return f"{counted}\n[green]no divergence, no violation[/]"
+    return f"{counted}\n[red]{', '.join(f'{kind}: {count}' for kind, count in kinds.items())}[/]"
+
+
+def _counts(what: str, counted: Counter[str]) -> str:
+    each = ", ".join(f"{count:,} {name}" for name, count in counted.most_common())
+    return f"{sum(counted.values()):,} {what}{f' ({each})' if each else ''}"
+
+
+def _print_findings(cluster: ClusterRun, console: Console) -> None:
+    """The failures in the order of the common clock, the first few with what was around them; then the notes."""
+    failures = sorted(cluster.failures, key=_order(cluster))
+    for place, finding in enumerate(failures[:SHOWN_MAX]):
+        console.print(_line(finding, "red"), soft_wrap=True)
+        if place < TOLD_AROUND_MAX and finding.sequence and finding.path:
+            console.print(_around(finding, finding.path))
+    if len(failures) > SHOWN_MAX:
+        console.print(f"[red]and {len(failures) - SHOWN_MAX} more[/]")
+    for note in cluster.notes:
+        console.print(_line(note, "yellow"), soft_wrap=True)
+
+
+def _order(cluster: ClusterRun) -> Callable[[Finding], tuple[int, int]]:
+    headers = [read(run.path) for run in cluster.runs]
+    offsets = dict(zip((r.path for r in headers), clock_offsets([r.header for r in headers]), strict=True))
+    for recording in headers:
+        recording.close()
+    return lambda f: (f.at_ns + offsets.get(f.path, 0) if f.path else 0, f.sequence)
+
+
+def _line(finding: Finding, colour: str) -> str:
+    where = f" {escape(title(finding.life))}" if finding.life else f" {finding.path.name}" if finding.path else ""
+    at = f" record {finding.sequence}" if finding.sequence else ""
+    rule = f" (rule {escape(finding.rule)})" if finding.rule else ""
+    return f"[{colour}]{finding.kind.value}[/]{where}{at}: {escape(finding.text)}{rule}"
+
+
+def _around(finding: Finding, path: Path) -> Table:
+    """The records before and after the one at fault."""
+    records = list(_near(path, finding.sequence))
+    moments = []
+    for record in records:
+        what, details = describe(record.kind, record.payload)
+        mark = "> " if record.sequence == finding.sequence else "  "
+        moments.append(
+            Moment(record.now_ns, finding.life[0] if finding.life else "", record.sequence, mark + what, details)
+        )
+    return table("", moments)
+
+
+def _near(path: Path, sequence: int) -> Iterator[Record]:
+    for record in read(path):
+        if abs(record.sequence - sequence) <= AROUND:
+            yield record
+
+
+# ---------------------------------------------------------------- histories
+
+
+def _tell_lease(lease: Lease, files: Sequence[Path], console: Console) -> None:
+    found = tries_of(lease, [read(file) for file in files])
+    if not found:
+        _complain(f"no lease {lease.generation}{f' of {lease.node}' if lease.node else ''} in these recordings")
+    for (node, incarnation, generation), subject in found.items():
+        console.print(_story(f"lease {generation} of {title((node, incarnation))}", subject, files))
+
+
+def _tell_request(beginning: str, files: Sequence[Path], console: Console) -> None:
+    found = requests_like(beginning.lower(), [read(file) for file in files])
+    if len(found) != 1:
+        fits = "no request begins so" if not found else f"{len(found)} requests begin so: give more of the id"
+        _complain(f"--request {beginning}: {fits}")
+        return
+    console.print(_story(f"request {found[0].hex()}", Subject(found[0]), files))
+
+
+def _story(name: str, subject: Subject, files: Sequence[Path]) -> Table:
+    recordings = [read(file) for file in files]
+    offsets = clock_offsets([recording.header for recording in recordings])
+    stories = [story_of(subject, r, offset) for r, offset in zip(recordings, offsets, strict=True)]
+    return table(name, merged(in_order(stories)))
+
+
+def _tell_block(node: str, block: int, files: Sequence[Path], console: Console) -> None:
+    recordings = [r for r in map(read, files) if node in ("", r.header.node)]
+    offsets = clock_offsets([recording.header for recording in recordings])
+    found = False
+    for recording, offset in zip(recordings, offsets, strict=True):
+        moments = BlockHistory(block, recording, offset).moments
+        if moments:
+            found = True
+            life = recording.header.node, recording.header.incarnation
+            console.print(table(f"block {block} of {title(life)}", moments))
+    if not found:
+        _complain(f"block {block}{f' of {node}' if node else ''} was never used in these recordings")
+
+
+def _complain(text: str) -> None:
+    print(f"pd-replay: {text}", file=sys.stderr)
+
+
+def named(option: str, text: str) -> Named | None:
+    """[NODE/]NUMBER. Raises ConfigError naming the option."""
+    node, _, number = text.rpartition("/")
+    if not text:
+        return None
+    if not number.isdecimal():
+        raise ConfigError(option, f"{text!r}: give its number, or NODE/NUMBER")
+    return node, int(number)

@@ -1,0 +1,165 @@
+"""What is right verifies: whole or cut, all nodes or some, whatever the faults; and every changed byte shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdbus.bus import recorder as recorder_module
+from pdbus.bus.recorder import RawRecord, read
+from pdbus.bus.wire import Raw, array_of, encode, replace
+from pdbus.nodes.replay.cluster_run import ClusterRun
+from pdbus.nodes.replay.findings import Finding, Kind
+from pdbus.nodes.replay.node_run import Runner
+
+from .cluster_sim import Fault, Plan, plan_of
+from .cluster_world import S
+from .recorded import record
+
+FAULTY = Plan(
+    requests=10,
+    faults=(Fault("worker", "d1", 3 * S // 2), Fault("mover", "p1", 2 * S), Fault("crash", "p2", 5 * S // 4)),
+    rude=0.4,
+    slow_reads=0.2,
+)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_run_verifies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crashes, deaths, drains, lost and doubled messages, slow and failing reads, clients that leave."""
+    record(seed, tmp_path, monkeypatch, plan_of(seed))
+    verified = ClusterRun([tmp_path])
+    assert verified.failures == []
+    assert all(run.again for run in verified.runs)
+    assert sum(run.records for run in verified.runs) > 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run with faults, in small frames."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "BATCH_RECORDS_MAX", 7)
+        record(5, folder, patch, FAULTY)
+    return folder
+
+
+def copied(folder: Path, to: Path, but: str = "") -> list[Path]:
+    """The recordings, without those of the node `but`."""
+    files = [file for file in sorted(folder.iterdir()) if not (but and file.name.startswith(but))]
+    for file in files:
+        (to / file.name).write_bytes(file.read_bytes())
+    return sorted(to.iterdir())
+
+
+def test_what_is_cut_anywhere_verifies_as_far_as_it_goes(folder: Path, tmp_path: Path) -> None:
+    """A crash is no violation, wherever it came, nor is what the others know of the rest."""
+    files = copied(folder, tmp_path)
+    chooser = random.Random(1)
+    for _ in range(40):
+        file = chooser.choice(files)
+        whole = file.read_bytes()
+        header_end = 12 + int.from_bytes(whole[:4], "little")
+        file.write_bytes(whole[: chooser.randint(header_end, len(whole))])
+        assert ClusterRun([tmp_path]).failures == []
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("but", ["p1", "p2", "d1"])
+def test_a_missing_node_is_told(folder: Path, tmp_path: Path, but: str) -> None:
+    copied(folder, tmp_path, but)
+    verified = ClusterRun([tmp_path])
+    assert verified.failures == []
+    missing = [note.text for note in verified.notes if "is not among the recordings" in note.text]
+    assert missing and all(text.startswith(but) for text in missing)
+
+
+def test_one_side_alone_says_how_much_is_unseen(folder: Path, tmp_path: Path) -> None:
+    (file,) = [file for file in copied(folder, tmp_path) if file.name.startswith("d1")][:1]
+    notes = [note.text for note in ClusterRun([file]).notes]
+    assert any("its side of" in text and "hand-offs was not checked" in text for text in notes)
+
+
+# ---------------------------------------------------------------- changed bytes
+
+
+def rewritten(path: Path, to: Path, change: Callable[[RawRecord], RawRecord]) -> Path:
+    """The same recording, with good checksums, some records changed."""
+    whole = path.read_bytes()
+    header = whole[: 12 + int.from_bytes(whole[:4], "little")]
+    records = [encode(change(record)) for record in read(path).raw()]
+    data = array_of(records)
+    to.write_bytes(header + recorder_module.frame(data))
+    return to
+
+
+def flipped(payload: bytes, at: int, bit: int) -> bytes:
+    return payload[:at] + bytes((payload[at] ^ bit,)) + payload[at + 1 :]
+
+
+def findings_of(path: Path) -> list[Finding]:
+    findings: list[Finding] = []
+    Runner(read(path), findings).all()
+    return [finding for finding in findings if finding.kind is not Kind.NOTE]
+
+
+@pytest.fixture(scope="module")
+def lives(folder: Path) -> list[Path]:
+    """One file of each role."""
+    return [next(folder.glob("d1-*")), next(folder.glob("p1-*"))]
+
+
+def test_any_changed_byte_of_an_effect_is_found(lives: list[Path], tmp_path: Path) -> None:
+    chooser = random.Random(7)
+    for life in lives:
+        effects = [record for record in read(life).raw() if record.cause]
+        for victim in chooser.sample(effects, 120):
+            at = chooser.randrange(len(bytes(victim.payload)))
+            payload = flipped(bytes(victim.payload), at, 1 << chooser.randrange(8))
+
+            def change(record: RawRecord, victim: RawRecord = victim, payload: bytes = payload) -> RawRecord:
+                return replace(record, payload=Raw(payload)) if record.sequence == victim.sequence else record
+
+            found = findings_of(rewritten(life, tmp_path / "changed.pdrec", change))
+            assert found, f"record {victim.sequence} of {life.name}, byte {at}"
+            assert found[0].kind is Kind.DAMAGE or found[0].sequence == victim.sequence
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: replace(r, sequence=r.sequence + 1),
+        lambda r: replace(r, now_ns=r.now_ns + 1),
+        lambda r: replace(r, kind=r.kind + "x"),
+        lambda r: replace(r, cause=r.cause - 1),
+    ],
+    ids=["sequence", "time", "kind", "cause"],
+)
+def test_what_is_around_an_effect_counts_too(
+    lives: list[Path], tmp_path: Path, change: Callable[[RawRecord], RawRecord]
+) -> None:
+    victims = [record.sequence for record in read(lives[0]).raw() if record.cause]
+    victim = victims[len(victims) // 2]
+    path = rewritten(lives[0], tmp_path / "changed.pdrec", lambda r: change(r) if r.sequence == victim else r)
+    assert findings_of(path)
+
+
+def test_an_effect_that_is_missing_or_added_is_found(lives: list[Path], tmp_path: Path) -> None:
+    """Records are numbered anew, so that only what was decided tells."""
+    records = list(read(lives[0]).raw())
+    place = next(i for i, record in enumerate(records) if i > len(records) // 2 and record.cause)
+    for changed in (records[:place] + records[place + 1 :], records[: place + 1] + records[place:]):
+        numbers = {0: 0}
+        renumbered = []
+        for number, old in enumerate(changed, 1):
+            if not old.cause:
+                numbers[old.sequence] = number
+            renumbered.append(replace(old, sequence=number, cause=numbers.get(old.cause, 0)))
+        header = lives[0].read_bytes()[: 12 + int.from_bytes(lives[0].read_bytes()[:4], "little")]
+        path = tmp_path / "changed.pdrec"
+        path.write_bytes(header + recorder_module.frame(array_of([encode(new) for new in renumbered])))
+        (first, *_) = findings_of(path)
+        assert first.kind is Kind.DIVERGENCE
