@@ -142,9 +142,11 @@ class SimNode:
             raise Violation(f"{self.name}: {self._idle_ticks} ticks in a row left a deadline in the past")
 
     def _check_nothing_lies(self) -> None:
-        """Whatever can be done now has been begun: no later event is needed for it."""
+        """Whatever can be done now has been begun, unless a step is out, whose end is the next occasion."""
         core, free = self.core, self.core.pool.available()
-        if core.worker_up and not core.scheduler.busy:
+        if core.scheduler.busy:
+            return
+        if core.worker_up:
             for s in core.scheduler.sequences():
                 if s.remaining and (free or len(s.blocks) * self.block_size > s.computed):
                     raise Violation(f"{self.name}: sequence {s.seq} could run, and no step is out")
