@@ -239,6 +239,7 @@ class WorkerArgs(Declared):
     cpus: tuple[int, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
+    weights: str = "auto"  # how matrices are held: auto, float32, fp16
     deterministic: bool = False
     skip_sampling: bool = False
     max_model_len: int = 0

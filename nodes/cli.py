@@ -188,6 +188,17 @@ def plan(as_json: AsJson = False) -> None:
     _bench("plan", as_json)
 
 
+@bench.command("engine")
+def bench_engine(
+    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Passes of each kind.")] = 9,
+    chunk: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="TOKENS", help="Of a prompt in one step.")] = 256,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a random Llama of 58M parameters.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Forward passes in float32 and fp16 weights, beside bare linears of the same shapes."""
+    _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
+
+
 def _bench(name: str, as_json: bool, **options: Any) -> None:
     """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
     import importlib

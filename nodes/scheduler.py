@@ -170,8 +170,8 @@ class Scheduler:
         s = self._sequences[row.seq]
         s.computed += row.count
         s.known += row.sample
-        full = min(s.computed, s.prompt_tokens) // self._pool.block_size
-        for i in range(s.published, min(full, len(s.block_hashes))):
+        full = min(s.computed // self._pool.block_size, len(s.block_hashes))
+        for i in range(s.published, full):
             self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
         s.published = max(s.published, full)
         return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=row.sample)

@@ -61,7 +61,8 @@ def _torch(config: NodeConfig) -> Setup:
         model=resolved.name,
         folder=resolved.folder,
         geometry=geometry,
-        fingerprint=config.model_id or weights_fingerprint(resolved.folder, config.dtype),
+        fingerprint=config.model_id
+        or weights_fingerprint(resolved.folder, config.dtype, config.weights, bitwise=config.deterministic),
         max_model_len=_model_len(config, model.max_positions, blocks),
         vocab_size=model.vocab,
         blocks=blocks,
@@ -102,6 +103,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         cpus=config.cpus,
         device=config.device,
         dtype=config.dtype,
+        weights=config.weights,
         deterministic=config.deterministic,
         skip_sampling=config.skip_sampling and config.role == "prefill",
         max_model_len=setup.max_model_len,

@@ -8,6 +8,8 @@ One thread, three verbs: receive, step, report. It decides nothing and knows no 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -36,6 +38,9 @@ from pdbus.connector.ipc import (
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines import Engine
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+KEPT_FREE_BYTES = 64 << 20  # a step's largest tensors, together, stay below
+UNMAPPED_BYTES = 32 << 20  # the most that glibc takes
 ALIVE_CHECK_MS = 5_000  # how often an idle worker looks whether control still lives; the kernel tells it too
 
 
@@ -73,6 +78,7 @@ def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Engine:
     pin(args.cpus)
     slab = Slab.open(args.slab_path, args.slab_bytes)
     engine = make_engine(args, slab.memory)
+    keep_freed_memory()
     engine.warm_up()
     channel.send(WorkerReady(pid=os.getpid(), vocab_size=engine.vocab_size, load_ns=time.monotonic_ns() - began))
     return engine
@@ -85,6 +91,17 @@ def pin(cpus: tuple[int, ...]) -> None:
             os.sched_setaffinity(0, cpus)
         except OSError as e:
             raise ConfigError("--cpus", f"{','.join(map(str, cpus))}: {e.strerror}") from None
+
+
+def keep_freed_memory() -> None:
+    """Steps free what the next one wants again: given back to the system, it came with a page fault per 4 KiB.
+
+    5 % of a prefill, measured. Comes after loading, whose freed memory is not wanted again.
+    """
+    with contextlib.suppress(AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+        mallopt(M_MMAP_THRESHOLD, UNMAPPED_BYTES)
 
 
 def make_engine(args: WorkerArgs, memory: Any) -> Engine:

@@ -37,7 +37,12 @@ class KVCache:
         rows = memory.view(-1, g.head_dim)
         self.blocks = len(rows) // self._block_rows
         self._layers = [rows[index * layer_rows :] for index in range(g.layers)]
+        self._read = rows.new_empty(0, g.head_dim)
         self._head_rows: Ids = np.arange(2 * g.kv_heads, dtype=np.int64) * g.block_size
+
+    def like(self, values: Tensor) -> Tensor:
+        """`values` on the cache's device, of its type."""
+        return values.to(self._read)
 
     def rows(self, blocks: Ids, positions: Ids) -> Ids:
         """Row numbers within layer 0: [len(positions), 2K], K's heads before V's."""
@@ -46,13 +51,16 @@ class KVCache:
         return slots[:, None] + self._head_rows
 
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Put kv [T, 2K, D] into `rows` [T * 2K]."""
-        self._layers[layer].index_copy_(0, rows, kv.reshape(-1, self.geometry.head_dim))
+        """Put kv [T, 2K, D] into `rows` [T, 2K]."""
+        self._layers[layer][rows] = kv
 
     def read(self, layer: int, rows: Tensor) -> Tensor:
-        """The rows of `rows` [...] as [..., D]."""
-        flat = self._layers[layer].index_select(0, rows.view(-1))
-        return flat.view(*rows.shape, self.geometry.head_dim)
+        """The rows of `rows` [...] as [..., D]; they lie in one reused place, until the next read."""
+        if self._read.shape[0] < rows.numel():
+            self._read = self._read.new_empty(rows.numel(), self.geometry.head_dim)
+        into = self._read[: rows.numel()]
+        torch.index_select(self._layers[layer], 0, rows.view(-1), out=into)
+        return into.view(*rows.shape, self.geometry.head_dim)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Plan:
     """
 
     rows: int
-    write: Tensor  # [rows * 2K]
+    write: Tensor  # [rows, 2K]
     body: tuple[Attend, ...]
     tail: tuple[Attend, ...]
     tail_rows: Tensor
@@ -103,14 +111,14 @@ class FreshAttend:
 
 @dataclass(frozen=True)
 class PrefixAttend:
-    """Several rows of one sequence that has earlier ones. `keys` [2, K, S], `mask` [n, S], true where visible."""
+    """Several rows of one sequence that has earlier ones. `keys` [2, K, S], `mask` [n, S], 0 where visible."""
 
     at: slice
     keys: Tensor
     mask: Tensor
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
-        k, v = cache.read(layer, self.keys)
+        k, v = cache.read(layer, self.keys).unbind()
         attended = functional.scaled_dot_product_attention(
             q[self.at].transpose(0, 1)[None], k[None], v[None], attn_mask=self.mask, enable_gqa=True
         )
@@ -119,7 +127,7 @@ class PrefixAttend:
 
 @dataclass(frozen=True)
 class DecodeAttend:
-    """One row each of N sequences. `keys` [2, N, K, S], `mask` [N, 1, 1, S] or None when all have S keys.
+    """One row each of N sequences. `keys` [2, N, K, S], `mask` [N, 1, 1, S], 0 where visible, or None when all are.
 
     The query heads that share a KV head are its rows: no repeated keys, no causal mask.
     """
@@ -129,7 +137,7 @@ class DecodeAttend:
     mask: Tensor | None
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
-        k, v = cache.read(layer, self.keys)
+        k, v = cache.read(layer, self.keys).unbind()
         n, kv_heads, _, channels = k.shape
         grouped = q[self.at].view(n, kv_heads, -1, channels)
         attended = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)
@@ -148,13 +156,13 @@ class TiledAttend:
 
     at: slice
     start: int
-    keys: tuple[Tensor, ...]  # per key tile [2, K, KEY_TILE]
+    keys: Tensor  # [tiles, 2, K, KEY_TILE]
     masks: Tensor  # [KEY_TILE / QUERY_TILE, QUERY_TILE, KEY_TILE], true where hidden
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
         mine, result = q[self.at], out[self.at]
-        end = self.start + len(mine)
-        tiles = [cache.read(layer, rows) for rows in self.keys]
+        end = self.start + mine.shape[0]
+        tiles = cache.read(layer, self.keys).unbind()
         for first in range(self.start - self.start % QUERY_TILE, end, QUERY_TILE):
             low, high = max(first, self.start), min(first + QUERY_TILE, end)
             queries = mine.new_zeros(QUERY_TILE, *mine.shape[1:])
@@ -162,7 +170,7 @@ class TiledAttend:
             attended = self._query_tile(queries, first, tiles[: first // KEY_TILE + 1])
             result[low - self.start : high - self.start] = attended[low - first : high - first]
 
-    def _query_tile(self, queries: Tensor, first: int, tiles: list[Tensor]) -> Tensor:
+    def _query_tile(self, queries: Tensor, first: int, tiles: Sequence[Tensor]) -> Tensor:
         """Queries [QUERY_TILE, H, D] at positions from `first` over all key tiles up to their own."""
         kv_heads, channels = tiles[0].shape[1], queries.shape[-1]
         rows = queries.view(QUERY_TILE, kv_heads, -1, channels).permute(1, 2, 0, 3)
@@ -204,7 +212,7 @@ def make_plan(spans: Sequence[Span], cache: KVCache, device: torch.device, *, ti
     attends = _tiled if tiled else _attends
     return Plan(
         rows=int(ends[-1]),
-        write=torch.from_numpy(np.concatenate(written).reshape(-1)).to(device),
+        write=torch.from_numpy(np.concatenate(written)).to(device),
         body=attends(spans, starts, cache, device),
         tail=attends(lasts, np.arange(len(lasts)), cache, device),
         tail_rows=torch.from_numpy(tail_rows).to(device),
@@ -238,14 +246,14 @@ def _decode(spans: Sequence[Span], start: int, cache: KVCache, device: torch.dev
     rows = np.stack(padded).reshape(len(spans), longest, 2, -1).transpose(2, 0, 3, 1)
     mask = None
     if min(keys) < longest:
-        mask = torch.from_numpy(np.arange(longest) < np.array(keys)[:, None])[:, None, None].to(device)
+        mask = _mask(np.arange(longest) < np.array(keys)[:, None], cache)[:, None, None]
     return DecodeAttend(slice(start, start + len(spans)), _on(rows, device), mask)
 
 
 def _prefix(span: Span, at: slice, cache: KVCache, device: torch.device) -> PrefixAttend:
     rows = cache.rows(span.blocks, np.arange(span.end)).reshape(span.end, 2, -1).transpose(1, 2, 0)
-    mask = torch.from_numpy(np.arange(span.end) <= np.arange(span.start, span.end)[:, None])
-    return PrefixAttend(at, _on(rows, device), mask.to(device))
+    mask = _mask(np.arange(span.end) <= np.arange(span.start, span.end)[:, None], cache)
+    return PrefixAttend(at, _on(rows, device), mask)
 
 
 def _tiled(spans: Sequence[Span], starts: Ids, cache: KVCache, device: torch.device) -> tuple[Attend, ...]:
@@ -257,10 +265,15 @@ def _tiled(spans: Sequence[Span], starts: Ids, cache: KVCache, device: torch.dev
     )
 
 
-def _key_tiles(span: Span, cache: KVCache, device: torch.device) -> tuple[Tensor, ...]:
+def _key_tiles(span: Span, cache: KVCache, device: torch.device) -> Tensor:
     tiles = -(-span.end // KEY_TILE)
     rows = cache.rows(span.blocks, np.minimum(np.arange(tiles * KEY_TILE), span.end - 1))
-    return tuple(_on(rows.reshape(tiles, KEY_TILE, 2, -1).transpose(0, 2, 3, 1), device))
+    return _on(rows.reshape(tiles, KEY_TILE, 2, -1).transpose(0, 2, 3, 1), device)
+
+
+def _mask(visible: NDArray[np.bool_], cache: KVCache) -> Tensor:
+    """To add to scores. Made once a step, while one of booleans would be turned into this in every layer."""
+    return cache.like(torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf))))
 
 
 def _on(rows: Ids, device: torch.device) -> Tensor:

@@ -15,11 +15,12 @@ from pdbus.bus.messages import Geometry, Sampling
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.nodes.models.config import ModelConfig, resolve_model
-from pdbus.nodes.models.llama import Llama, Weights
+from pdbus.nodes.models.llama import Llama
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
-from .invariant import ROWS, measure_tiles
+from .invariant import ROWS
+from .linear import LinearMaker
 from .sampling import Draw, Drawn, sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,26 +52,22 @@ class TorchEngine:
         Raises ConfigError naming the setting at fault, `--model` for damaged or foreign checkpoints.
         """
         torch.set_num_threads(1 if args.deterministic else args.threads)
-        self._device, dtype = check_device(args)
+        self._device, self._dtype = check_device(args)
+        packs = self._device.type == "cpu" and self._dtype is torch.float32
+        make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config = model.config
         self._max_positions = _check_lengths(args, model.config)
         _check_geometry(args.geometry, model.config, args.dtype)
         self._geometry = args.geometry
         with torch.inference_mode():
-            self._cache = KVCache(_as_tensor(memory, args, self._device, dtype), args.geometry)
-            weights = load_weights(model.folder, model.config, dtype, str(self._device))
-            self._llama = self._build(weights, args.deterministic)
+            self._cache = KVCache(_as_tensor(memory, args, self._device, self._dtype), args.geometry)
+            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make)
+            self._llama = Llama(model.config, weights, self._max_positions)
         self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
         self.vocab_size = model.config.vocab
-
-    def _build(self, weights: Weights, deterministic: bool) -> Llama:
-        if not deterministic:
-            return Llama(self._config, weights, self._max_positions)
-        linear = measure_tiles(weights.matrices(self._config))
-        return Llama(self._config, weights, self._max_positions, linear)
 
     def open(self, seq: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """A new sequence. Raises LocalProtocolError for a number in use or a token outside the vocabulary."""
@@ -188,8 +185,9 @@ class TorchEngine:
         """One prefill and one decode step on memory of their own: every weight is touched, the logits checked."""
         count = min(WARM_UP_TOKENS, self._max_positions - 1)
         blocks = -(-(count + 1) // self._geometry.block_size)
-        elements = blocks * self._geometry.block_bytes // self._llama.weights.embed.element_size()
-        cache = KVCache(self._llama.weights.embed.new_zeros(elements), self._geometry)
+        elements = blocks * self._geometry.block_bytes // self._dtype.itemsize
+        memory = torch.zeros(elements, dtype=self._dtype, device=self._device)
+        cache = KVCache(memory, self._geometry)
         sequence = _Sequence(array("q", [i % self.vocab_size for i in range(count + 1)]), count, Sampling())
         for start, end in ((0, count), (count, count + 1)):
             span = Span(start, end - start, np.arange(blocks, dtype=np.int64), sample=True)

@@ -7,7 +7,7 @@ Knows nothing of requests, block pools or sampling. Attention, and which KV rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,91 +15,89 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdbus.nodes.engines.attention import Attend, KVCache, Plan
+from pdbus.nodes.engines.linear import Linear
 
 from .config import ModelConfig, RopeConfig
-
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # rows [T, in], weight [out, in], bias [out]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in]; H heads over K KV heads of D channels."""
+    """What every layer has; H heads over K KV heads of D channels. A linear's comment says what comes out of it."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(H + 2K) * D, hidden]
-    qkv_bias: Tensor | None  # [(H + 2K) * D]
-    out: Tensor  # [hidden, H * D]
+    out: Linear  # hidden
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * ffn, hidden]
-    down: Tensor  # [hidden, ffn]
+    gate: Linear  # ffn; not fused with `up`: halves of rows cost more to multiply than one product saves
+    up: Linear  # ffn
+    down: Linear  # hidden
+
+
+@dataclass(frozen=True)
+class BodyLayer(LayerWeights):
+    qkv: Linear  # (H + 2K) * D
+
+
+@dataclass(frozen=True)
+class LastLayer(LayerWeights):
+    """It computes fewer rows of Q than of K and V."""
+
+    q: Linear  # H * D
+    kv: Linear  # 2K * D
 
 
 @dataclass(frozen=True)
 class Weights:
-    embed: Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]
-
-    def matrices(self, config: ModelConfig) -> list[Tensor]:
-        """One of each shape that a forward pass multiplies with."""
-        first, queries = self.layers[0], config.heads * config.head_dim
-        return [first.qkv, first.qkv[:queries], first.qkv[queries:], first.out, first.gate_up, first.down, self.head]
+    embed: Tensor  # [vocab, hidden], of the type it is stored in
+    body: tuple[BodyLayer, ...]
+    last: LastLayer
+    norm: Tensor  # [hidden], of the type that is computed with
+    head: Linear  # vocab
 
 
 class Llama:
     """Weights and position tables. `max_positions` in tokens: no row may stand further out."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, max_positions: int, linear: Linear = functional.linear
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int) -> None:
         self.config = config
         self.weights = weights
         self.max_positions = max_positions
-        self._linear = linear
-        self._q_channels = config.heads * config.head_dim
+        norm = weights.norm
+        self._eps = norm.new_tensor(config.norm_eps, dtype=torch.float32)
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config.rope, config.head_dim))
-        angles = angles[:, None, :].to(device=weights.embed.device, dtype=torch.float32)
-        self._cos, self._sin = angles.cos().to(weights.embed.dtype), angles.sin().to(weights.embed.dtype)
+        angles = angles[:, None, :].to(device=norm.device, dtype=torch.float32)
+        self._cos, self._sin = angles.cos().to(norm.dtype), angles.sin().to(norm.dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Tensor | None:
         """Write the KV of all rows; return logits [rows of plan.tail, vocab], None when no row wants any.
 
         `tokens` and `positions` are [T] int64, rows of one sequence next to each other and in order.
         """
-        x = self.weights.embed.index_select(0, tokens)
+        x = self.weights.embed.index_select(0, tokens).to(self.weights.norm.dtype)
         rotation = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        for index, layer in enumerate(self.weights.layers[:-1]):
-            x = self._layer(index, layer, x, rotation, plan, cache)
+        for index, layer in enumerate(self.weights.body):
+            x = self._body_layer(index, layer, x, rotation, plan, cache)
         hidden = self._last_layer(x, rotation, plan, cache)
-        if hidden is None:
-            return None
-        return self._linear(self._norm(hidden, self.weights.norm), self.weights.head, None)
+        return None if hidden is None else self.weights.head(self._norm(hidden, self.weights.norm))
 
-    def _layer(
-        self, index: int, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor], plan: Plan, cache: KVCache
+    def _body_layer(
+        self, index: int, layer: BodyLayer, x: Tensor, rotation: tuple[Tensor, Tensor], plan: Plan, cache: KVCache
     ) -> Tensor:
-        qkv = self._linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(len(x), -1, self.config.head_dim)
         heads, kv_heads = self.config.heads, self.config.kv_heads
+        qkv = self._heads(layer.qkv(self._norm(x, layer.input_norm)))
         _rotate(qkv[:, : heads + kv_heads], *rotation)
         cache.write(index, plan.write, qkv[: plan.rows, heads:])
         return self._after_attention(index, layer, x, qkv[:, :heads], qkv[:, heads:], plan.body, cache)
 
     def _last_layer(self, x: Tensor, rotation: tuple[Tensor, Tensor], plan: Plan, cache: KVCache) -> Tensor | None:
-        index, layer, split = self.config.layers - 1, self.weights.layers[-1], self._q_channels
+        index, layer = self.config.layers - 1, self.weights.last
         normed = self._norm(x, layer.input_norm)
-        bias = layer.qkv_bias
-        kv = self._linear(normed, layer.qkv[split:], None if bias is None else bias[split:])
-        kv = kv.view(len(x), -1, self.config.head_dim)
+        kv = self._heads(layer.kv(normed))
         _rotate(kv[:, : self.config.kv_heads], *rotation)
         cache.write(index, plan.write, kv[: plan.rows])
         if not plan.tail:
             return None
         cos, sin = (table.index_select(0, plan.tail_rows) for table in rotation)
-        normed = normed.index_select(0, plan.tail_rows)
-        q = self._linear(normed, layer.qkv[:split], None if bias is None else bias[:split])
-        q = q.view(len(normed), -1, self.config.head_dim)
+        q = self._heads(layer.q(normed.index_select(0, plan.tail_rows)))
         _rotate(q, cos, sin)
         return self._after_attention(index, layer, x.index_select(0, plan.tail_rows), q, kv, plan.tail, cache)
 
@@ -107,26 +105,29 @@ class Llama:
         self, index: int, layer: LayerWeights, x: Tensor, q: Tensor, kv: Tensor, attends: Sequence[Attend],
         cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        attended = x.new_zeros(q.shape)
+        attended = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for attend in attends:
             attend(q, kv, cache, index, attended)
-        x = x + self._linear(attended.view(len(x), -1), layer.out, None)
-        gate_up = self._linear(self._norm(x, layer.post_norm), layer.gate_up, None)
-        # Strided halves: the vector loop runs over each row by itself, so a row's tail never depends on its neighbours.
-        gate, up = gate_up[:, : self.config.ffn], gate_up[:, self.config.ffn :]
-        return x + self._linear(functional.silu(gate).mul_(up), layer.down, None)
+        x = layer.out(attended.flatten(1)).add_(x)
+        normed = self._norm(x, layer.post_norm)
+        gate = functional.silu(layer.gate(normed), inplace=True)
+        return layer.down(gate.mul_(layer.up(normed))).add_(x)
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        """[T, n * D] as [T, n, D]."""
+        return rows.view(rows.shape[0], -1, self.config.head_dim)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return (wide * scale).to(x.dtype) * weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(weight)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary encoding in place: heads [T, n, D] by the angles of [T, 1, D/2]."""
     first, second = heads.chunk(2, -1)
     turned = first * sin
-    first.mul_(cos).sub_(second * sin)
+    first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(turned)
 
 

@@ -1,60 +1,108 @@
-"""Checkpoints become weights: mapped, checked, cast, and fused where one matrix product can serve for several."""
+"""Checkpoints become weights: read, checked, fused where one product can serve for several, and packed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
-from .checkpoint import check_tensors, open_checkpoint
+from pdbus.nodes.engines.linear import Linear
+
+from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import ModelConfig
-from .llama import LayerWeights, Weights
+from .llama import BodyLayer, LastLayer, Weights
+
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+MakeLinear = Callable[[str, Tensor, Tensor | None], Linear]  # of a tensor's name, weight [out, in] and bias [out]
 
 
-def load_weights(folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str) -> Weights:
+def load_weights(folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str, make: MakeLinear) -> Weights:
     """All weights of the model in `folder`. Raises ConfigError naming `--model` and the file or tensor at fault.
 
-    Matrices that need no cast and no fusing (the embedding, the head) stay mapped, and so are shared between the
-    processes of one machine.
+    Never more is in memory than what stays and one matrix on its way: tensors are read, for pages of a mapped file
+    would count until the process ends. Only the embedding of a CPU is mapped: few of its rows are ever used.
     """
     checkpoint = open_checkpoint(Path(folder))
     check_tensors(config, checkpoint)
-    source = _Source({name: tensor.file for name, tensor in checkpoint.items()}, dtype, device)
-    embed = source.get("model.embed_tokens.weight")
+    source = _Source(checkpoint, dtype, device, make)
+    embed = source.mapped(EMBED) if device == "cpu" else source.get(EMBED)
+    if config.tie_embeddings and device != "cpu":
+        head = make(EMBED, embed, None)
+    else:
+        head = source.linear("", [EMBED if config.tie_embeddings else HEAD])
     return Weights(
         embed=embed,
-        layers=tuple(_layer(source, f"model.layers.{i}.", config) for i in range(config.layers)),
+        head=head,  # before the layers: the largest matrix on its way, while little stays
+        body=tuple(_body_layer(source, i, config) for i in range(config.layers - 1)),
+        last=_last_layer(source, config.layers - 1, config),
         norm=source.get("model.norm.weight"),
-        head=embed if config.tie_embeddings else source.get("lm_head.weight"),
     )
+
+
+def _body_layer(source: _Source, index: int, config: ModelConfig) -> BodyLayer:
+    return BodyLayer(qkv=_projection(source, index, "qkv", config), **_common(source, index))
+
+
+def _last_layer(source: _Source, index: int, config: ModelConfig) -> LastLayer:
+    q, kv = (_projection(source, index, names, config) for names in ("q", "kv"))
+    return LastLayer(q=q, kv=kv, **_common(source, index))
+
+
+def _projection(source: _Source, index: int, names: str, config: ModelConfig) -> Linear:
+    prefix = f"model.layers.{index}.self_attn."
+    return source.linear(prefix, names, "_proj.weight", "_proj.bias" if config.qkv_bias else "")
+
+
+def _common(source: _Source, index: int) -> dict[str, Any]:
+    layer = f"model.layers.{index}."
+    return {
+        "input_norm": source.get(layer + "input_layernorm.weight"),
+        "out": source.linear(layer, ["self_attn.o_proj.weight"]),
+        "post_norm": source.get(layer + "post_attention_layernorm.weight"),
+        "gate": source.linear(layer, ["mlp.gate_proj.weight"]),
+        "up": source.linear(layer, ["mlp.up_proj.weight"]),
+        "down": source.linear(layer, ["mlp.down_proj.weight"]),
+    }
 
 
 class _Source:
     """Tensors by name, from however many files, cast and moved as asked."""
 
-    def __init__(self, files: dict[str, str], dtype: torch.dtype, device: str) -> None:
-        self._files = files
-        self._open = {file: safe_open(file, framework="pt") for file in files.values()}
-        self._dtype, self._device = dtype, device
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, make: MakeLinear) -> None:
+        self._checkpoint = checkpoint
+        self._dtype, self._device, self._make = dtype, device, make
 
-    def get(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open[self._files[name]].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor.to(device=self._device, dtype=self._dtype)
+    def mapped(self, name: str) -> Tensor:
+        """As stored, in pages of the file."""
+        with safe_open(self._checkpoint[name].file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
-    def stacked(self, prefix: str, names: str, suffix: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
+        stored = self._checkpoint[name]
+        data = torch.from_numpy(np.fromfile(stored.file, np.uint8, stored.size, offset=stored.offset))
+        return data.view(STORED[stored.dtype]).view(stored.shape).to(device=self._device, dtype=self._dtype)
+
+    def linear(self, prefix: str, names: Sequence[str], suffix: str = "", bias: str = "") -> Linear:
+        """The linear of the weights `prefix` + name + `suffix` under each other, their biases likewise."""
+        weights = [prefix + name + suffix for name in names]
+        biases = self._stacked([prefix + name + bias for name in names]) if bias else None
+        return self._make(weights[0], self._stacked(weights), biases)
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
         """The rows of several tensors under each other."""
-        return torch.cat([self.get(prefix + name + suffix) for name in names.split()])
-
-
-def _layer(source: _Source, prefix: str, config: ModelConfig) -> LayerWeights:
-    attention = prefix + "self_attn."
-    return LayerWeights(
-        input_norm=source.get(prefix + "input_layernorm.weight"),
-        qkv=source.stacked(attention, "q k v", "_proj.weight"),
-        qkv_bias=source.stacked(attention, "q k v", "_proj.bias") if config.qkv_bias else None,
-        out=source.get(attention + "o_proj.weight"),
-        post_norm=source.get(prefix + "post_attention_layernorm.weight"),
-        gate_up=source.stacked(prefix + "mlp.", "gate up", "_proj.weight"),
-        down=source.get(prefix + "mlp.down_proj.weight"),
-    )
+        if len(names) == 1:
+            return self.get(names[0])
+        rows = [self._checkpoint[name].shape[0] for name in names]
+        shape = (sum(rows), *self._checkpoint[names[0]].shape[1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for name, part in zip(names, torch.split(stacked, rows), strict=True):
+            part.copy_(self.get(name))
+        return stacked

@@ -21,10 +21,11 @@ pytestmark = pytest.mark.model
 EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "demo_model.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def demo() -> Loaded:
+@pytest.fixture(scope="module", params=["float32", "fp16"])
+def demo(request: pytest.FixtureRequest) -> Loaded:
+    """In fp16, which rounds this checkpoint's weights, it must know and say the same."""
     try:
-        return load(fetch_demo_model())
+        return load(fetch_demo_model(), weights=request.param)
     except ConfigError as e:
         if "cannot fetch" in str(e):
             pytest.skip(str(e))
@@ -71,9 +72,9 @@ def test_it_finds_a_text_as_likely_as_it_should(demo: Loaded, tokenizer: Tokeniz
     ids = torch.tensor(encode(tokenizer, EXPECTED["perplexity"]["text"])[:1024])
     every = torch.arange(len(ids))
     cache = demo.engine._cache
-    rows = torch.from_numpy(cache.rows(every.numpy(), every.numpy())).view(-1)
+    rows = torch.from_numpy(cache.rows(every.numpy(), every.numpy()))
     attend = (FreshAttend(slice(0, len(ids))),)
     logits = demo.engine._llama.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache)
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-    assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"], abs=0.005)
+    assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"], rel=1e-3)

@@ -202,6 +202,7 @@ async def test_decode_worker_frozen_while_it_decodes(hurt: Site) -> None:
         await ask(d, prompt(50, 24))
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_before_it_answers_the_claim(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:

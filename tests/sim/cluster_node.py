@@ -54,7 +54,8 @@ class SimNode:
         self.block_size = plan.block_size
         self.blocks = plan.prefill_blocks if role == "prefill" else plan.decode_blocks
         self.slab = [0] * (self.blocks * self.block_size)
-        self.core = NodeCore(self._core_config(), Membership(self._membership_config()))
+        self.core = self.new_core()
+        self.record: list[tuple[ev.NodeEvent, int, list[ev.NodeEffect]]] = []
         self.worker = Worker(self)
         self.mover = Mover(self)
         self.answers: dict[bytes, Answer] = {}
@@ -71,6 +72,9 @@ class SimNode:
         self._idle_ticks = 0
         self._mover_asked = False
         self._leases: dict[tuple[str, int], bool] = {}  # by (request, attempt): whether it has ended
+
+    def new_core(self) -> NodeCore:
+        return NodeCore(self._core_config(), Membership(self._membership_config()))
 
     def start(self, join: Sequence[str]) -> None:
         self.cluster.bus.listening[self.address] = self
@@ -119,11 +123,13 @@ class SimNode:
             effects = self.core.handle(event, self.world.now)
         except (PdError, AssertionError, KeyError, IndexError, ValueError) as e:
             raise Violation(f"{self.name}: {type(e).__name__} {e} at {event}") from e
+        self.record.append((event, self.world.now, effects))
         for effect in effects:
             self.world.note(self.name, f"  -> {effect}")
             _CARRY_OUT[type(effect)](self, effect)
         self.cluster.heard(self, event.message.KIND if isinstance(event, ev.MessageCame) else type(event).__name__)
         self._watch_ticks(event)
+        self._check_nothing_lies()
         self.core.pool.check()
         if self.core.mover_up and self.mover.ready and self.mover.advertised != self.core.offers.held():
             raise Violation(f"{self.name}: {self.mover.advertised} leases advertised of {self.core.offers.held()}")
@@ -134,6 +140,21 @@ class SimNode:
         self._idle_ticks = self._idle_ticks + 1 if idle else 0
         if self._idle_ticks > IDLE_TICKS_MAX and not self.over:
             raise Violation(f"{self.name}: {self._idle_ticks} ticks in a row left a deadline in the past")
+
+    def _check_nothing_lies(self) -> None:
+        """Whatever can be done now has been begun, unless a step is out, whose end is the next occasion."""
+        core, free = self.core, self.core.pool.available()
+        if core.scheduler.busy:
+            return
+        if core.worker_up:
+            for s in core.scheduler.sequences():
+                if s.remaining and (free or len(s.blocks) * self.block_size > s.computed):
+                    raise Violation(f"{self.name}: sequence {s.seq} could run, and no step is out")
+        waiting = core.requests._waiting
+        if waiting and len(core.requests) - len(waiting) < core.config.running_max:
+            needed = -(-(waiting[0].prompt_tokens + waiting[0].generated) // self.block_size)
+            if needed <= free:
+                raise Violation(f"{self.name}: {waiting[0].request!r} waits for {needed} blocks, and {free} are free")
 
     def _arm(self) -> None:
         due = self.core.next_deadline()

@@ -21,7 +21,7 @@ from .cluster_node import SimNode
 from .cluster_world import MS, Bus, S, Weather, World
 from .nodes import Violation
 
-END_WITHIN_NS = 150 * S  # the longest pause, three attempts that each find out slowly, and a local prefill
+END_WITHIN_NS = 40 * S  # a lease that is not renewed any more costs 24 s, all else a few; then a local prefill
 SETTLE_NS = 45 * S  # the longest lease, and the latest read
 PROBE_NS = 5 * S
 DEADLINE_NS = 300 * S
@@ -165,6 +165,7 @@ class Cluster:
         self.agents: dict[str, Mover] = {}
         self.agent_names: dict[str, None] = {}  # all that were ever used
         self.nodes: dict[str, SimNode] = {}
+        self.lives: list[SimNode] = []  # all that ever were
         self.clients: list[Client] = []
         self.codes: frozenset[str] = frozenset(("engine",)) if plan.failing_rows else frozenset()
         self._heard: Counter[str] = Counter()
@@ -188,12 +189,16 @@ class Cluster:
         self.plan, self.bus.weather = plan.calm(), Weather()
         for node in self.nodes.values():
             node.mover.unstick()
-        world.run(plan.horizon_ns + END_WITHIN_NS, self._all_over)
+        world.run(self._awake_ns() + END_WITHIN_NS, self._all_over)
         self._judge()
-        world.run(max(world.now, *(node.frozen_until for node in self.nodes.values())) + SETTLE_NS)
+        world.run(self._awake_ns() + SETTLE_NS)
         self._judge()
         self._judge_rest()
         self._probe()
+
+    def _awake_ns(self) -> int:
+        """From when on no node pauses."""
+        return max(self.world.now, *(node.frozen_until for node in self.nodes.values()))
 
     def _all_over(self) -> bool:
         return all(client.over for client in self.clients)
@@ -201,6 +206,7 @@ class Cluster:
     def _start(self, name: str, life: int) -> None:
         role = "prefill" if name in self._prefills else "both" if self.plan.both else "decode"
         node = self.nodes[name] = SimNode(self, name, role, life)
+        self.lives.append(node)
         others = self._decodes if self.plan.both else []
         node.start([f"tcp://{p}:7400" for p in self._prefills + others if p != name] if role != "prefill" else [])
 

@@ -108,6 +108,15 @@ def test_the_same_seed_gives_the_same_run_whatever_the_hash_seed() -> None:
     assert len(runs[0].stdout) > 100_000 and runs[0].stdout == runs[1].stdout
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_node_heard_gives_the_same_decisions_again(seed: int) -> None:
+    """A core knows nothing but what it was told: no clock, no chance, nothing of the shell's."""
+    for node in run(seed).lives:
+        core = node.new_core()
+        for event, now, effects in node.record:
+            assert core.handle(event, now) == effects
+
+
 def is_found_by(seed: int) -> bool:
     try:
         run(seed)

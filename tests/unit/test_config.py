@@ -174,6 +174,8 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"engine": "torch", "model": "/nowhere"}, "--model", "there is no /nowhere"),
         ({"device": "gpu"}, "--device", "cpu, cuda"),
         ({"dtype": "int8"}, "--dtype", "float32, bfloat16 or float16"),
+        ({"weights": "int8"}, "--weights", "auto, float32 or fp16"),
+        ({"weights": "fp16", "dtype": "bfloat16", "engine": "torch", "model": "/"}, "--weights", "--dtype float32"),
         ({"max_model_len": "0"}, "--max-model-len", "a whole number from 1"),
         ({"block_size": "24"}, "--block-size", "not a power of two; give 1, 2, 4"),
         ({"block_size": "0"}, "--block-size", "from 1 to 1024"),

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdbus.bus.errors import ConfigError
+from pdbus.nodes.engines.linear import Linear, plain
 from pdbus.nodes.models.checkpoint import open_checkpoint
-from pdbus.nodes.models.config import RopeConfig, parse_config, resolve_model
+from pdbus.nodes.models.config import ModelConfig, RopeConfig, parse_config, resolve_model
 from pdbus.nodes.models.fingerprint import weights_fingerprint
 from pdbus.nodes.models.loader import load_weights
 from pdbus.nodes.models.random_llama import write_random_llama
@@ -165,9 +166,21 @@ def split(folder: Path) -> None:
 def test_shards_load_like_one_file(original: Path, folder: Path) -> None:
     split(folder)
     config = resolve_model(str(folder)).config
-    one, two = (load_weights(f, config, torch.float32, "cpu") for f in (original, folder))
-    assert torch.equal(one.layers[1].qkv, two.layers[1].qkv)
-    assert torch.equal(one.head, two.head)
+    one, two = (loaded(f, config) for f in (original, folder))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def loaded(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The matrices that linears are made of, by the name of their first tensor."""
+    found: dict[str, torch.Tensor] = {}
+
+    def make(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        found[name] = weight
+        return plain(weight, bias)
+
+    load_weights(folder, config, torch.float32, "cpu", make)
+    return found
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
@@ -203,6 +216,20 @@ def test_fingerprint_tells_other_weights(original: Path, folder: Path, change: C
 
 def test_fingerprint_tells_another_dtype_at_load(original: Path) -> None:
     assert weights_fingerprint(original, "bfloat16") != weights_fingerprint(original)
+
+
+def test_fingerprint_tells_weights_that_are_rounded(original: Path) -> None:
+    assert weights_fingerprint(original, weights="float32") == weights_fingerprint(original)
+    assert weights_fingerprint(original, weights="fp16") != weights_fingerprint(original)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_fingerprint_does_not_tell_how_weights_are_held_without_loss(folder: Path, stored: torch.dtype) -> None:
+    """A node with FBGEMM may serve with one that has none; bitwise they would not be equal."""
+    edit_tensors(lambda t: t.update({name: w.bfloat16().to(stored) for name, w in t.items()}))(folder)
+    assert weights_fingerprint(folder, weights="fp16") == weights_fingerprint(folder)
+    one, other = (weights_fingerprint(folder, weights=kind, bitwise=True) for kind in ("fp16", "float32"))
+    assert one != other
 
 
 # ---------------------------------------------------------------- random models

@@ -112,6 +112,20 @@ def test_variants_equal_transformers(tmp_path: Path, folder: Path, kind: str) ->
     torch.testing.assert_close(logprobs(walk), expected(model, prompt), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("weights", ["auto", "float32"])
+def test_a_bfloat16_checkpoint_loses_nothing_in_fp16(tmp_path: Path, folder: Path, weights: str) -> None:
+    """Both ways of holding it compute what transformers does with its weights in float32."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded, prompt = load(tmp_path, blocks=16, weights=weights), prompt_of(LENGTH, VOCAB)
+    walk = Walk(loaded, 1, prompt, [9, 3, 6, 5, 12, 0], [30, 40], ALL_LOGPROBS)
+    run(loaded, [walk], 1)
+    torch.testing.assert_close(logprobs(walk), expected(model, prompt), atol=1e-4, rtol=0)
+
+
 def test_a_prefix_that_another_sequence_computed_is_used(tiny: Loaded, reference: LlamaForCausalLM) -> None:
     prompt = prompt_of(40, VOCAB)
     run(tiny, [Walk(tiny, 1, prompt, [5, 6, 7], [40])], 1)
@@ -235,6 +249,7 @@ def test_damaged_weights_are_named(folder: Path, tmp_path: Path) -> None:
         ({"device": "tpu"}, "--device"),
         ({"max_model_len": 5000}, "--max-model-len"),
         ({"deterministic": True, "dtype": "bfloat16"}, "--deterministic"),
+        ({"weights": "int4"}, "--weights"),
     ],
 )
 def test_settings_that_cannot_work_are_named(tiny: Loaded, options: dict[str, object], setting: str) -> None:
