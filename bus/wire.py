@@ -50,7 +50,6 @@ class Header(Declared, rename={"from_": "from"}):
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
 _many: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
-_plain = msgspec.msgpack.Decoder()
 
 
 def encode(value: Declared) -> bytes:
@@ -95,11 +94,6 @@ def decode_many(data: bytes | memoryview, kind: type[T]) -> tuple[T, ...]:
 def array_of(encoded: Sequence[bytes]) -> bytes:
     """Values that are encoded already as one array: what `decode_many` reads."""
     return b"".join((b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
-
-
-def decode_plain(data: bytes | memoryview) -> Any:
-    """Plain dicts, lists and scalars of any encoded value. Raises RemoteProtocolError."""
-    return _decoded(_plain, data, "")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 The first record holds all that the core was made of. Then every input is appended before the core hears it, and what
 the core decided after it, so that even the input that broke a core is there. Tokens are in no event but as opaque
-payloads; without `tokens` these are replaced by digests under a key that is thrown away with the process, the same in
-inputs and effects: a core that runs again needs no more.
+payloads; without `tokens` these are replaced by digests under a key that is thrown away with the process, another for
+each request but the same in inputs and effects: a core that runs again needs no more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from pdbus import __version__
 from pdbus.bus.members import MembershipConfig
-from pdbus.bus.messages import LeaseRenewed, Message, PrefillAccepted, PrefillDone
+from pdbus.bus.messages import LeaseRenewed, Message, PrefillAccepted, PrefillDone, RenewedEntry, TryId
 from pdbus.bus.recorder import Recorder
 from pdbus.bus.wire import Declared, replace
 
@@ -41,6 +41,8 @@ class CoreRaised(Declared, tag_field="t", tag=True):
     problem: str
 
 
+# With a payload, or telling whose the next ones are.
+OF_PAYLOADS = (ev.MessageCame, ev.Send, ev.TakeFirstToken, ev.StepEnded, ev.OpenSequence, ev.CloseSequence)
 CARRIERS = (ev.MessageCame, ev.Send)  # of a message, whose kind its own encoding does not tell
 
 
@@ -61,6 +63,7 @@ class NodeRecorder:
         self.path = self._file.path
         self._tokens = tokens
         self._key = secrets.token_bytes(DIGEST_BYTES)
+        self._requests: dict[int, bytes] = {}  # by sequence: those of prompts computed for others
         began = CoreBegan(core=core, membership=membership, version=__version__, tokens=tokens)
         self._file.append("CoreBegan", began, 0)
 
@@ -80,48 +83,44 @@ class NodeRecorder:
         self._file.close()
 
     def _append(self, value: Declared, now: int, cause: int) -> int:
-        hide = None if self._tokens else PAYLOADS.get(type(value))
-        return self._file.append(kind_of(value), hide(value, self._digest) if hide else value, now, cause)
+        shown = self._hidden(value) if not self._tokens and type(value) in OF_PAYLOADS else value
+        return self._file.append(kind_of(value), shown, now, cause)
 
-    def _digest(self, payload: bytes | None) -> bytes | None:
-        if payload is None:
-            return None
-        return hashlib.blake2b(payload, digest_size=DIGEST_BYTES, key=self._key).digest()
+    def _hidden(self, value: Any) -> Declared:
+        """The value with every payload in it replaced."""
+        match value:
+            case ev.MessageCame(message=message) | ev.Send(message=message):
+                changed = with_payloads(message, self._digest)
+                return value if changed is message else replace(value, message=changed)
+            case ev.TakeFirstToken(request=request, payload=payload):
+                return replace(value, payload=self._digest(request, payload))
+            case ev.StepEnded(rows=rows) if any(row.payload is not None for row in rows):
+                return replace(value, rows=tuple(self._hidden_row(row) for row in rows))
+            case ev.OpenSequence(seq=seq, try_=TryId() as try_):
+                self._requests[seq] = try_.request
+            case ev.CloseSequence(seq=seq):
+                self._requests.pop(seq, None)
+        return value  # type: ignore[no-any-return]
+
+    def _hidden_row(self, row: ev.StepRowEnded) -> ev.StepRowEnded:
+        if row.payload is None:
+            return row
+        return replace(row, payload=self._digest(self._requests.get(row.seq, b""), row.payload))
+
+    def _digest(self, request: bytes, payload: bytes) -> bytes:
+        return hashlib.blake2b(request + payload, digest_size=DIGEST_BYTES, key=self._key).digest()
 
 
-# ---------------------------------------------------------------- where payloads are
-
-Map = Callable[[bytes | None], bytes | None]
-
-
-def with_payloads(message: Message, change: Map) -> Message:
-    """The message with every first token in it changed."""
+def with_payloads(message: Message, change: Callable[[bytes, bytes], bytes]) -> Message:
+    """The message with every first token in it changed: `change` is given its request and itself."""
     if isinstance(message, PrefillAccepted | PrefillDone) and message.first_token is not None:
-        return replace(message, first_token=change(message.first_token))
+        return replace(message, first_token=change(message.try_.request, message.first_token))
     if isinstance(message, LeaseRenewed):
-        entries = tuple(replace(entry, first_token=change(entry.first_token)) for entry in message.entries)
-        return replace(message, entries=entries)
+        return replace(message, entries=tuple(_changed(entry, change) for entry in message.entries))
     return message
 
 
-def _message(value: ev.MessageCame[Message] | ev.Send[Message], change: Map) -> Declared:
-    changed = with_payloads(value.message, change)
-    return value if changed is value.message else replace(value, message=changed)
-
-
-def _first_token(value: ev.TakeFirstToken, change: Map) -> Declared:
-    return replace(value, payload=change(value.payload))
-
-
-def _step(value: ev.StepEnded, change: Map) -> Declared:
-    if all(row.payload is None for row in value.rows):
-        return value
-    return replace(value, rows=tuple(replace(row, payload=change(row.payload)) for row in value.rows))
-
-
-PAYLOADS: dict[type[Declared], Callable[[Any, Map], Declared]] = {
-    ev.MessageCame: _message,
-    ev.Send: _message,
-    ev.StepEnded: _step,
-    ev.TakeFirstToken: _first_token,
-}
+def _changed(entry: RenewedEntry, change: Callable[[bytes, bytes], bytes]) -> RenewedEntry:
+    if entry.first_token is None:
+        return entry
+    return replace(entry, first_token=change(entry.try_.request, entry.first_token))

@@ -166,12 +166,12 @@ def _fields(values: dict[str, Any]) -> str:
 def _brief(value: Any) -> str:
     if isinstance(value, bytes):
         return value.hex() if len(value) <= 4 else f"{value[:4].hex()}…({len(value)} B)"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"({', '.join(map(_brief, value[:3]))}{f', … {len(value)}' if len(value) > 3 else ''})"
     if not isinstance(value, dict):
         return str(value)
-    if "attempt" in value and "request" in value:
+    if "attempt" in value and "incarnation" in value:
         return f"{value.get('node')}/{value['attempt']}"
-    if "generation" in value:
+    if "generation" in value and "incarnation" in value:
         return f"{value.get('node')}/{value.get('epoch')}/{value['generation']}"
     return "{" + _fields(value) + "}"

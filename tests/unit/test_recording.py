@@ -20,6 +20,7 @@ from pdbus.bus.recorder import read
 from pdbus.bus.wire import Header, encode, replace
 from pdbus.nodes import events as ev
 from pdbus.nodes.recording import CoreBegan, kind_of
+from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.turns import began, effect_of, event_of
 
 from .recorded_node import SIZE, RecordedNode
@@ -113,6 +114,27 @@ def test_two_recordings_hide_the_same_token_differently(tmp_path: Path) -> None:
             if record.kind == "Send prefill.done":
                 digests.append(record.payload["message"]["first_token"])
     assert len(digests) == 2 and digests[0] != digests[1]
+
+
+def test_the_same_token_of_two_requests_does_not_show(tmp_path: Path) -> None:
+    node = RecordedNode(tmp_path, "p", "prefill")
+    node.come_up()
+    node.hear_message("d", replace(node.hello, role="decode"))
+    for request in (b"1" * 16, b"2" * 16):
+        asked = PrefillRequest(
+            try_=replace(TRY, request=request),
+            sampling=Sampling(), have=0, deadline_ms=9000, prompt_tokens=3, prompt_digest=b"digest",
+        )  # fmt: skip
+        node.hear_message("d", asked)
+        node.step(payload=TOKEN)
+    said = [r.payload["message"]["first_token"] for r in read(node.close()) if r.kind == "Send prefill.done"]
+    assert len(set(said)) == 2
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_prefill_nodes_recording_runs_again(tmp_path: Path, tokens: bool) -> None:
+    (run,) = ClusterRun([prefilled(tmp_path, tokens=tokens)]).runs
+    assert run.again
 
 
 def test_with_record_tokens_the_payload_is_kept(tmp_path: Path) -> None:

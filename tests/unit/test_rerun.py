@@ -9,7 +9,7 @@ import pytest
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.recorder import RawRecord, Recorder, frame, read
-from pdbus.bus.wire import Raw, array_of, decode_plain, encode, pack_foreign, replace
+from pdbus.bus.wire import Raw, array_of, encode, pack_foreign, replace, unpack_foreign
 from pdbus.nodes import events as ev
 from pdbus.nodes.decode import Requests
 from pdbus.nodes.replay.cluster_run import ClusterRun
@@ -41,7 +41,7 @@ def rewrite(path: Path, change: Callable[[RawRecord], RawRecord | None]) -> None
 
 
 def with_payload(record: RawRecord, **changes: object) -> RawRecord:
-    return replace(record, payload=Raw(pack_foreign({**decode_plain(record.payload), **changes})))
+    return replace(record, payload=Raw(pack_foreign({**unpack_foreign(bytes(record.payload)), **changes})))
 
 
 def failures(path: Path) -> list[tuple[Kind, str]]:
