@@ -248,14 +248,17 @@ class BlockPool:
         self._holders[block] += 1
 
     def _remove(self, block: int, holder: Holder) -> None:
-        before = self.state(block)
+        in_flight = self._held[Holder.IN_FLIGHT]
+        was_quarantined = self._holders[block] == in_flight[block]
         self._held[holder][block] -= 1
         self._holders[block] -= 1
-        after = self.state(block)
-        self._quarantined += (after is BlockState.QUARANTINED) - (before is BlockState.QUARANTINED)
-        if after is BlockState.FREE:
+        left = self._holders[block]
+        self._quarantined += (0 < left == in_flight[block]) - was_quarantined
+        if left:
+            return
+        if self._hash[block] is None:
             heapq.heappush(self._free, block)
-        elif after is BlockState.CACHED:
+        else:
             self._cached[block] = None
 
     def _named_once(self, blocks: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ class Rerun:
         """Raises Diverged for the first difference, unless it is only that the end of a cut recording is missing."""
         now_ns = raw.heard.now_ns
         for effect, record in zip(effects, raw.decided, strict=False):
-            if encode(effect) != bytes(record.payload) or not _stands(effect, record, now_ns):
+            if encode(effect) != bytes(record.payload) or record.now_ns != now_ns or record.kind != kind_of(effect):
                 raise Diverged(record.sequence, _how(effect, record, now_ns))
         common = min(len(effects), len(raw.decided))
         if common < len(raw.decided):
@@ -73,12 +73,10 @@ def _same(effects: list[ev.NodeEffect], raw: RawTurn) -> bool:
     decided, now_ns = raw.decided, raw.heard.now_ns
     if len(effects) != len(decided) or encode_all(effects) != b"".join([record.payload for record in decided]):
         return False
-    return all(_stands(effect, record, now_ns) for effect, record in zip(effects, decided, strict=True))
-
-
-def _stands(effect: ev.NodeEffect, record: RawRecord, now_ns: int) -> bool:
-    """Whether what is around the payload is right, too."""
-    return record.now_ns == now_ns and record.kind == kind_of(effect)
+    for effect, record in zip(effects, decided, strict=True):
+        if record.now_ns != now_ns or record.kind != kind_of(effect):
+            return False
+    return True
 
 
 def recorded(raw: RawTurn) -> Turn:
