@@ -110,6 +110,7 @@ class Mover:
         self._blocks = region_bytes // block_bytes
         self._clock_ns = clock_ns
         self._peers: dict[str, Peer] = {}
+        self._leaving: dict[str, Peer] = {}  # by agent name: removed, but with reads under way
         self._warm_ups: list[WarmUp] = []
         self._reads: dict[int, OpenRead] = {}
         self._order: deque[OpenRead] = deque()  # the open reads, whose turn it is to post first
@@ -155,6 +156,8 @@ class Mover:
             raise LocalProtocolError(f"peer {message.peer} has been added already")
         if any(message.agent_name == peer.agent_name for peer in self._peers.values()):
             raise LocalProtocolError(f"agent {message.agent_name} is loaded for another peer already")
+        if message.agent_name in self._leaving:  # forgetting it later would take the status of new reads with it
+            raise LocalProtocolError(f"agent {message.agent_name} is still left by reads under way")
         if message.block_bytes not in (0, self._block_bytes):
             raise RemoteProtocolError(f"block_bytes: theirs {message.block_bytes}, ours {self._block_bytes}")
         if message.region_bytes < max(1, message.block_bytes):
@@ -178,10 +181,12 @@ class Mover:
         peer = self._peers.pop(name, None)
         if peer:
             peer.leaving = True
+            self._leaving[peer.agent_name] = peer
             self._forget_if_free(peer)
 
     def _forget_if_free(self, peer: Peer) -> None:
         if peer.leaving and not peer.open_handles and not any(r.peer is peer for r in self._order):
+            self._leaving.pop(peer.agent_name, None)
             with contextlib.suppress(Broken):  # it is gone either way
                 self._agent.remove_peer(peer.remote)
 

@@ -121,6 +121,20 @@ def test_read_outlives_the_removal_of_its_peer() -> None:
     assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
 
 
+def test_a_peer_is_not_added_again_while_reads_from_it_are_open() -> None:
+    """Forgetting the agent after the old reads would lose the status of the new ones."""
+    world = met()
+    world.read(1, range(3))
+    world.mover.turn()
+    world.mover.handle(PeerRemove(peer="P"))
+    (refused,) = world.meet()
+    assert isinstance(refused, PeerAdded) and "still" in refused.problem
+    world.fabric.land()
+    world.mover.turn()
+    world.fabric.held = False
+    assert world.meet() == [PeerAdded(peer="P")]
+
+
 def test_transfer_time_runs_from_post_to_terminal_status() -> None:
     world = met()
     world.now_ns = 5 * MS
