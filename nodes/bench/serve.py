@@ -22,6 +22,7 @@ from pdbus.nodes.models.cache import models_cache
 
 ANSWER_TOKENS = 32
 WARM_UPS = 2  # of each kind, not counted: first steps of a new shape, first contact
+REST_S = 0.5  # before each request: neither shall start on a core that the other has just heated
 SEED = 0
 
 
@@ -56,10 +57,12 @@ async def _run(prompt_tokens: int, requests: int, model: str) -> dict[str, Any]:
         there = await stack.enter_async_context(Client(one.both[0].address))
         for prompt in random_prompts(WARM_UPS, prompt_tokens, SEED + 1):
             await _timed(here, prompt), await _timed(there, prompt)
-        pairs = []
+        pairs: list[tuple[Timed, Timed]] = []
         with Progress(transient=True) as bar:
             for prompt in bar.track(random_prompts(requests, prompt_tokens, SEED), description="requests"):
-                pairs.append((await _timed(here, prompt), await _timed(there, prompt)))
+                first, second = (here, there) if len(pairs) % 2 == 0 else (there, here)
+                early, late = await _timed(first, prompt), await _timed(second, prompt)
+                pairs.append((early, late) if first is here else (late, early))
     return _summary(pairs)
 
 
@@ -75,6 +78,7 @@ def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
 
 
 async def _timed(client: Client, prompt: Sequence[int]) -> Timed:
+    await asyncio.sleep(REST_S)
     began = time.perf_counter()
     generation = client.generate(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     came: list[float] = []

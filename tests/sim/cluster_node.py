@@ -152,6 +152,8 @@ class SimNode:
                     raise Violation(f"{self.name}: sequence {s.seq} could run, and no step is out")
         waiting = core.requests._waiting
         if waiting and len(core.requests) - len(waiting) < core.config.running_max:
+            if waiting[0].deadline_ns <= self.world.now:
+                return  # ended by the tick that is due now
             needed = -(-(waiting[0].prompt_tokens + waiting[0].generated) // self.block_size)
             if needed <= free:
                 raise Violation(f"{self.name}: {waiting[0].request!r} waits for {needed} blocks, and {free} are free")
