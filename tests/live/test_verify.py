@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.bus.recorder import frame, read
+from pdbus.bus.recorder import RawRecord, frame, read
 from pdbus.bus.wire import Raw, array_of, encode, replace
 from pdbus.nodes.cluster import Cluster
 
@@ -128,17 +128,28 @@ def _payloads(value: Any) -> Iterator[bytes]:
             yield from _payloads(item)
 
 
+def first_target(payload: bytes | bytearray) -> int:
+    """Where the first id of a StartRead's `target` stands, after the one byte that begins a short list."""
+    return payload.index(b"target") + len(b"target") + 1
+
+
+def is_short_read(record: RawRecord) -> bool:
+    """A StartRead of up to 15 blocks whose first target is one byte: an id below 128, in msgpack."""
+    payload = bytes(record.payload)
+    at = first_target(payload) if record.kind == "StartRead" else 0
+    return at > 0 and 0x91 <= payload[at - 1] <= 0x9F and payload[at] < 0x80
+
+
 def test_a_changed_effect_of_an_incident_is_found(folder: Path, tmp_path: Path) -> None:
     """One byte of one block id in the middle of a real recording."""
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = next(tmp_path.glob("decode-1-*"))
     records = list(read(victim).raw())
-    reads = [record for record in records if record.kind == "StartRead"]
+    reads = [record for record in records if is_short_read(record)]
     changed = reads[len(reads) // 2]
     payload = bytearray(bytes(changed.payload))
-    at = payload.index(b"target") + len(b"target") + 1
-    payload[at] ^= 1
+    payload[first_target(payload)] ^= 1
     whole = victim.read_bytes()
     header = whole[: 12 + int.from_bytes(whole[:4], "little")]
     new = [replace(r, payload=Raw(bytes(payload))) if r is changed else r for r in records]
