@@ -312,14 +312,9 @@ def _even_steps(places: Held) -> list[tuple[int, int, Axis]]:
 
 
 def _direct(source: KVLayout, target: KVLayout, grid: Grid, cut: Cut) -> Box:
-    from_slot, to_slot = cut[0] % source.block_size, cut[0] % target.block_size
-    slots = Axis(count=cut[1] - cut[0], source=source.slot_stride, target=target.slot_stride)
-    return _folded(
-        grid.source + from_slot * source.slot_stride,
-        grid.target + to_slot * target.slot_stride,
-        source.row_bytes,
-        (slots, *grid.axes),
-    )
+    """Where the source lies is as good as packed: with the layout's own strides."""
+    lying = Packed(source=grid.source, target=grid.target, slot_stride=source.slot_stride, axes=grid.axes)
+    return _permute(source, target, lying, cut)
 
 
 def _folded(source: int, target: int, length: int, axes: Sequence[Axis]) -> Box:
