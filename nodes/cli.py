@@ -7,10 +7,8 @@ Whatever is wrong with what the user gave is one line on standard error and exit
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +16,10 @@ import typer
 from pdbus.bus.errors import ConfigError, PdError, RequestError
 from pdbus.bus.ports import parse_address
 
+from .bench.cli import bench
 from .config import SETTINGS, load
-from .options import AsJson, ConfigFile, takes_settings
+from .options import AsJson, ConfigFile, group, takes_settings
+from .replay.cli import replay
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -42,21 +42,10 @@ Address = Annotated[
 ]
 
 
-def _app(help: str) -> typer.Typer:
-    return typer.Typer(help=help, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
-
-
-app = _app("Prefill and decode of a language model on separate nodes, joined by a ZeroMQ bus.")
-bench = _app("Measure: bytes, messages, requests.")
-replay = _app("Look into recordings.")
-node_app = _app("One node.")
+app = group("Prefill and decode of a language model on separate nodes, joined by a ZeroMQ bus.")
+node_app = group("One node.")
 app.add_typer(bench, name="bench")
 app.add_typer(replay, name="replay")
-
-
-@replay.callback()
-def _replay() -> None:
-    """Look into recordings."""
 
 
 @node_app.command(no_args_is_help=False)
@@ -144,110 +133,6 @@ def demo() -> None:
     from .demo import run_demo
 
     raise typer.Exit(run_demo())
-
-
-@bench.command()
-def transfer(
-    sizes: Annotated[str, typer.Option(metavar="SIZES", help="Bytes of a read.")] = "1MiB,8MiB,32MiB",
-    repeat: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Reads of each size.")] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """Reads between two processes, beside one raw NIXL read and memcpy of the same bytes."""
-    from .values import size
-
-    try:
-        parsed = [size(1)(part) for part in sizes.split(",")]
-    except ValueError as e:
-        raise ConfigError("--sizes", str(e)) from None
-    _bench("transfer", as_json, sizes_bytes=parsed, rounds=repeat)
-
-
-@bench.command("bus")
-def bench_bus(
-    messages: Annotated[int, typer.Option(min=1, max=10_000_000, metavar="N", help="Round trips.")] = 2000,
-    as_json: AsJson = False,
-) -> None:
-    """Round trips between two processes, beside bare pyzmq carrying the same bytes."""
-    _bench("bus", as_json, messages=messages)
-
-
-@bench.command()
-def serve(
-    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
-    requests: Annotated[int, typer.Option(min=1, max=100_000, metavar="K", help="Requests, one after the other.")] = 20,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a random Llama of 58M parameters.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Requests through a prefill and a decode node, beside one node doing both."""
-    _bench("serve", as_json, prompt_tokens=prompt_tokens, requests=requests, model=model)
-
-
-@bench.command()
-def plan(as_json: AsJson = False) -> None:
-    """What it costs to plan reads between unlike KV layouts, and to apply a plan to 1,000 and 4,000 blocks."""
-    _bench("plan", as_json)
-
-
-@bench.command("engine")
-def bench_engine(
-    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Passes of each kind.")] = 9,
-    chunk: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="TOKENS", help="Of a prompt in one step.")] = 256,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a random Llama of 58M parameters.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Forward passes in float32 and fp16 weights, beside bare linears of the same shapes."""
-    _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
-
-
-def _bench(name: str, as_json: bool, **options: Any) -> None:
-    """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
-    import importlib
-
-    result = importlib.import_module(f"pdbus.nodes.bench.{name}").run(**options)
-    from .tables import print_json, print_result
-
-    print_json(result) if as_json else print_result(f"pd bench {name}", result)
-
-
-@replay.command()
-def show(
-    request: Annotated[
-        str,
-        typer.Argument(
-            metavar="REQUEST", help="Its id (as HTTP shows it, too) or how that begins, or the client's id."
-        ),
-    ],
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
-) -> None:
-    """Show what happened to one request, on all nodes."""
-    from .replay.show import show_request
-
-    raise typer.Exit(show_request(_request_id(request), folders or [Path()]))
-
-
-@replay.command()
-def verify(
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
-    *,
-    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
-    request: Annotated[str, typer.Option(metavar="HEX", help="Show the history of this request.")] = "",
-    block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
-) -> None:
-    """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong."""
-    from .replay.verify import named, verify
-
-    code = verify(
-        folders or [Path()],
-        lease=named("--lease", lease),
-        request=_request_id(request),
-        block=named("--block", block),
-    )
-    raise typer.Exit(code)
-
-
-def _request_id(text: str) -> str:
-    """Without what HTTP puts before it."""
-    return re.sub("^(chat)?cmpl-", "", text)
 
 
 def main() -> None:

@@ -14,6 +14,11 @@ from .config import SETTINGS, Setting
 Command = Callable[..., None]
 
 
+def group(help: str) -> typer.Typer:
+    """An app whose commands are added to it."""
+    return typer.Typer(help=help, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+
+
 def takes_settings(settings: Sequence[Setting] = SETTINGS) -> Callable[[Command], Command]:
     """Gives a command an option for every setting, beside its own parameters. They reach it as `settings`: the text
     of those that were given, by name."""

@@ -1,0 +1,75 @@
+"""`pd bench ...`: what each command takes; the modules beside this one measure."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+from pdbus.bus.errors import ConfigError
+
+from ..options import AsJson, group
+
+bench = group("Measure: bytes, messages, requests.")
+
+
+@bench.command()
+def transfer(
+    sizes: Annotated[str, typer.Option(metavar="SIZES", help="Bytes of a read.")] = "1MiB,8MiB,32MiB",
+    repeat: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Reads of each size.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Reads between two processes, beside one raw NIXL read and memcpy of the same bytes."""
+    from ..values import size
+
+    try:
+        parsed = [size(1)(part) for part in sizes.split(",")]
+    except ValueError as e:
+        raise ConfigError("--sizes", str(e)) from None
+    _bench("transfer", as_json, sizes_bytes=parsed, rounds=repeat)
+
+
+@bench.command("bus")
+def bench_bus(
+    messages: Annotated[int, typer.Option(min=1, max=10_000_000, metavar="N", help="Round trips.")] = 2000,
+    as_json: AsJson = False,
+) -> None:
+    """Round trips between two processes, beside bare pyzmq carrying the same bytes."""
+    _bench("bus", as_json, messages=messages)
+
+
+@bench.command()
+def serve(
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, metavar="K", help="Requests, one after the other.")] = 20,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a random Llama of 58M parameters.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Requests through a prefill and a decode node, beside one node doing both."""
+    _bench("serve", as_json, prompt_tokens=prompt_tokens, requests=requests, model=model)
+
+
+@bench.command()
+def plan(as_json: AsJson = False) -> None:
+    """What it costs to plan reads between unlike KV layouts, and to apply a plan to 1,000 and 4,000 blocks."""
+    _bench("plan", as_json)
+
+
+@bench.command("engine")
+def bench_engine(
+    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Passes of each kind.")] = 9,
+    chunk: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="TOKENS", help="Of a prompt in one step.")] = 256,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a random Llama of 58M parameters.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Forward passes in float32 and fp16 weights, beside bare linears of the same shapes."""
+    _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
+
+
+def _bench(name: str, as_json: bool, **options: Any) -> None:
+    """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
+    result = importlib.import_module(f"pdbus.nodes.bench.{name}").run(**options)
+    from ..tables import print_json, print_result
+
+    print_json(result) if as_json else print_result(f"pd bench {name}", result)
