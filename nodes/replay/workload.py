@@ -1,4 +1,4 @@
-"""A workload: what was asked when, how long it was, and which prefixes were shared. Importers make it, load and simulate play it."""
+"""A workload: what was asked when, how long, sharing which prefixes. Importers make it; load and simulate play it."""
 
 from __future__ import annotations
 
