@@ -423,6 +423,31 @@ def test_a_pause_of_our_own_is_not_the_peers_silence() -> None:
     assert d.state_of("p") == "up"
 
 
+def test_a_pause_of_our_own_leaves_no_deadline_behind() -> None:
+    """A node that was stopped for longer than its links count as in use must not spin when it goes on."""
+    net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    net.run(2)
+    net.now += 70 * S
+    d.handle(ms.Heard(link="in:9", header=Header(from_="p", from_inc=p.incarnation), kind="prefill.progress"))
+    d.handle(ms.Tick())
+    due = d.machine.next_deadline()
+    assert due is not None and due > net.now
+
+
+def test_a_peer_that_is_back_after_a_minute_leaves_no_deadline_behind() -> None:
+    net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    p.die()
+    net.run(90)
+    net.at[p.address] = p
+    net.run(11)
+    assert d.state_of("p") == "up"
+    d.handle(ms.Tick())
+    due = d.machine.next_deadline()
+    assert due is not None and due > net.now
+
+
 def test_a_dead_peer_is_called_anew_and_comes_up_again() -> None:
     net, p, d = pair()
     d.handle(ms.BusyChanged(peer="p", busy=True))
