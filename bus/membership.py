@@ -215,10 +215,11 @@ class Membership:
 
     def _welcomed(self, event: ms.WelcomeReceived, dial: Dial, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
-        if self._commands.keep_out(header.from_, hello.address, dial):
-            goodbye = ms.answer(event.link, header, Goodbye(reason="removed"))
-            return [goodbye, *ms.closing(event.link, flush=True), ms.rejected(event, "removed here", event.link)]
         known = self._roster.get(header.from_)
+        if self._commands.keep_out(header.from_, hello.address, dial):
+            leases = known is not None and known.state is REMOVING  # a goodbye would end them
+            said = [] if leases else [ms.answer(event.link, header, Goodbye(reason="removed"))]
+            return [*said, *ms.closing(event.link, flush=True), ms.rejected(event, "removed here", event.link)]
         if known is not None and known.incarnation == header.from_inc and known.out and known.state in USABLE:
             # Two addresses of one peer: the first link stays, and a word on it tells the peer where we are.
             self._dials.drop(dial)

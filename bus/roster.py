@@ -47,8 +47,9 @@ class Roster:
         """A new incarnation takes the name."""
         self._retired.pop(header.from_inc, None)
         before = self._peers.get(header.from_)
-        known = Known(header.from_, header.from_inc, hello, aliases=before.aliases if before else ())
-        self._peers[header.from_] = known
+        known = self._peers[header.from_] = Known(header.from_, header.from_inc, hello)
+        if before is not None and before.hello.address == hello.address:
+            known.aliases = before.aliases
         return known
 
     def has_room(self, dials: Dials) -> bool:
