@@ -53,9 +53,10 @@ class Slab:
             raise Broken(f"the KV slab at {path} has {there} bytes, not {size_bytes}")
         return cls(fd, path, size_bytes)
 
-    def populate(self) -> None:
-        """Fault every page in now rather than in the first read of each block. Older kernels skip it."""
-        _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE)
+    def populate(self, size_bytes: int) -> None:
+        """Fault the first pages in now rather than in the first read of each block. Older kernels skip it."""
+        size = ctypes.c_size_t(page_rounded(size_bytes))
+        _libc.madvise(ctypes.c_void_p(self.address), size, MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap, unless tensors or arrays still look into it: then the mapping ends with the last of them."""

@@ -74,13 +74,13 @@ class NodeCore:
         self.worker_up = False
         self.mover_up = False
         self.drain_until: int | None = None
-        self._agent: Agent | None = None  # ours, not yet announced
+        self._agents: tuple[Agent, ...] = ()  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.limits)
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
         self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
-        self.peers = Peers(membership, reads=config.decodes, block_bytes=config.block_bytes)
+        self.peers = Peers(membership, reads=config.decodes)
         self.requests = Requests(
             self.pool,
             self.scheduler,
@@ -278,7 +278,15 @@ class NodeCore:
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(
-                ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target, request=read.request)
+                ev.StartRead(
+                    read=read.read,
+                    peer=peer,
+                    begin=read.begin,
+                    end=read.end,
+                    source=read.source,
+                    target=read.target,
+                    request=read.request,
+                )
             )
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
@@ -327,20 +335,21 @@ class NodeCore:
     # ------------------------------------------------------------ mover
 
     def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
-        if event.agent.epoch != self.epoch:  # of an epoch that ended meanwhile
+        if any(agent.epoch != self.epoch for agent in event.agents):  # of an epoch that ended meanwhile
             out.append(ev.RestartMover(epoch=self.epoch))
             return
         self.mover_up = True
-        self._agent = event.agent
+        self._agents = event.agents
         self._announce(now, out)
         out += self.peers.mover_up()
         out.append(ev.AdvertiseLeases(leases=self.offers.held()))
 
     def _announce(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """Peers hear of an agent once there is something behind it: a worker that can compute what they ask for."""
-        if self.worker_up and self.mover_up and self._agent is not None:
-            self._membership(ms.OwnAgentChanged(agent=self._agent), now, out)
-            self._agent = None
+        """Peers hear of agents once there is something behind them: a worker that can compute what they ask for."""
+        if self.worker_up and self.mover_up:
+            for agent in self._agents:
+                self._membership(ms.OwnAgentChanged(agent=agent), now, out)
+            self._agents = ()
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
@@ -358,7 +367,7 @@ class NodeCore:
 
     def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
         self.epoch += 1
-        self._agent = None  # its epoch is over before it was announced
+        self._agents = ()  # their epoch is over before they were announced
         out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
         if pool_reset:
             self.pool.reset()

@@ -15,7 +15,7 @@ from pdbus.connector.slab import Slab
 def test_two_mappings_share_their_bytes() -> None:
     one = Slab.create(100_000)
     other = Slab.open(one.path, 100_000)
-    one.populate()
+    one.populate(one.size_bytes)
     one.memory[99_999] = 7
     assert other.memory[99_999] == 7
     other.memory[0] = 9
