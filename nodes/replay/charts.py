@@ -41,7 +41,7 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis) -> str:
     kept = [Line(line.name, [p for p in line.points if _shown(p[0], x) and _shown(p[1], y)]) for line in lines]
     across = _Scale(x, [p[0] for line in kept for p in line.points], LEFT, WIDTH - RIGHT)
     up = _Scale(y, [p[1] for line in kept for p in line.points], HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(across, up), *_labels(x, y), *_legend(kept)]
+    parts = [*_grid(across, up), *_labels(x, y), *(_legend(kept) if len(kept) > 1 else ())]
     parts += [_polyline(line, COLOURS[i % len(COLOURS)], across, up) for i, line in enumerate(kept) if line.points]
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 

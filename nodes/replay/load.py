@@ -61,7 +61,7 @@ def run_load(path: Path, addresses: Sequence[str], shape: Shape, report: Report,
     workload = reshaped(import_workload(path, format), shape)
     if report.html is not None:
         _write(report.html, "", "a")  # an hour later would be late to learn that it cannot be written
-    run, interrupted = uvloop.run(_play(workload, addresses, shape.seed))
+    run, interrupted = uvloop.run(_play(workload, addresses, shape))
     result = {**figures(run), "shape": shape._asdict(), "notes": list(workload.notes)}
     if report.html is not None:
         _write(report.html, page(run, result))
@@ -69,12 +69,12 @@ def run_load(path: Path, addresses: Sequence[str], shape: Shape, report: Report,
     return EXIT_INTERRUPTED if interrupted else 0 if result["completed"] else EXIT_NOTHING_COMPLETED
 
 
-async def _play(workload: Workload, addresses: Sequence[str], seed: int) -> tuple[LoadRun, bool]:
+async def _play(workload: Workload, addresses: Sequence[str], shape: Shape) -> tuple[LoadRun, bool]:
     """The run, and whether Ctrl-C ended it."""
     async with AsyncExitStack() as stack:
         targets = await open_targets(addresses, stack)
-        run = LoadRun(workload, targets, seed)
-        for note in (*workload.notes, *misfits(run)):
+        run = LoadRun(workload, targets, shape.seed)
+        for note in (*workload.notes, *misfits(run, shape.scale_tokens)):
             print(f"pd-replay: note: {note}", file=sys.stderr)
         try:
             async with live_view(run):
@@ -84,15 +84,16 @@ async def _play(workload: Workload, addresses: Sequence[str], seed: int) -> tupl
     return run, False
 
 
-def misfits(run: LoadRun) -> list[str]:
-    """What is to be said of requests that are too long for the nodes. Raises ConfigError when all are."""
+def misfits(run: LoadRun, scale: float) -> list[str]:
+    """What is to be said of requests that are too long for the nodes, having been scaled by `scale`. Raises ConfigError
+    when all are."""
     requests = run.workload.requests
     fitting = sum(run.fits(index) for index in range(len(requests)))
     if fitting == len(requests):
         return []
     limit = min(target.max_model_len for target in run.targets)
     longest = max(asked.input_tokens + asked.output_tokens for asked in requests)
-    factor = _fitting_factor(limit, longest, run.workload.block_tokens)
+    factor = scale * _fitting_factor(limit, longest, run.workload.block_tokens)
     advice = f"--scale-tokens {factor:.4g} makes all fit" if factor else "give nodes with a larger --max-model-len"
     problem = f"{len(requests) - fitting} of {len(requests)} requests are too long for the nodes' {limit} tokens"
     if not fitting:

@@ -29,6 +29,7 @@ def figures(run: LoadRun) -> dict[str, Any]:
         "requests": len(run.workload.requests),
         "completed": len(done),
         "failed": len(run.played) - len(done),
+        "not_played": len(run.workload.requests) - len(run.played),  # not due before Ctrl-C
         "wall_s": wall_s,
         "scheduled_s": run.workload.requests[-1].at_ns / NS,
         "lateness_ms": spread((p.sent_ns - p.scheduled_ns) / MS for p in sent),

@@ -60,7 +60,7 @@ def now_line(run: LoadRun) -> str:
     present = meter.now() // BIN_NS
     tokens = sum(meter.tokens_by_bin[b] for b in range(present - RATE_BINS, present))
     parts = [
-        f"{len(run.played)} due, {meter.in_flight} in flight, {meter.failed} failed",
+        f"{meter.in_flight} in flight, {meter.failed} failed",
         f"{meter.lateness_ns / 1e6:.1f} ms late",
         f"{tokens / RATE_BINS / (BIN_NS / 1e9):.0f} tokens/s",
     ]
@@ -78,6 +78,7 @@ def show(result: Mapping[str, Any]) -> None:
     console.print()
     console.print(table(latency_rows(result)))
     if len(result["nodes"]) > 1:
+        console.print()
         console.print(table(result["nodes"]))
     if result["failures"]:
         console.print(Text("\nfailures", style="bold red"))
@@ -86,14 +87,27 @@ def show(result: Mapping[str, Any]) -> None:
 
 def headlines(result: Mapping[str, Any]) -> dict[str, str]:
     r = result
+    rest = f", {r['not_played']:,} not due before it ended" if r["not_played"] else ""
     per_s = f"{r['prompt_tokens_per_s']:,.0f} prompt tokens, {r['answer_tokens_per_s']:,.0f} answer tokens"
     return {
-        "requests": f"{r['requests']:,}: {r['completed']:,} completed, {r['failed']:,} failed",
+        "played": played_as(r["shape"]),
+        "requests": f"{r['requests']:,}: {r['completed']:,} completed, {r['failed']:,} failed{rest}",
         "time": f"{r['wall_s']:.1f} s; the last one was scheduled at {r['scheduled_s']:.1f} s",
         "a second": f"{r['requests_per_s']:.2f} requests, {per_s}",
         "prefix hits": f"{r['hit_rate']:.1%} of prompt tokens; the best possible is {r['best_hit_rate']:.1%}",
         "hand-offs": f"{r['remote']:,} prompts read from a prefill node",
     }
+
+
+def played_as(shape: Mapping[str, Any]) -> str:
+    """How the workload was changed."""
+    parts = [
+        f"{shape['speed']:g} times as fast" if shape["speed"] != 1 else "at its own pace",
+        f"{shape['scale_tokens']:.4g} times the tokens" if shape["scale_tokens"] != 1 else "",
+        "ticks spread" if shape["dequantise"] else "",
+        f"seed {shape['seed']}",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def latency_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
