@@ -98,7 +98,6 @@ class NodeCore:
         out: list[ev.NodeEffect] = []
         _HANDLERS[type(event)](self, event, now, out)
         self._serve(now, out)
-        out.sort(key=_for_onlookers)  # somebody waits for everything else
         return out
 
     def next_deadline(self) -> int | None:
@@ -436,10 +435,6 @@ class NodeCore:
             running=len(self.requests) - self.requests.waiting,
             free_blocks=self.pool.available(),
         )
-
-
-def _for_onlookers(effect: ev.NodeEffect) -> bool:
-    return type(effect) is ev.Publish
 
 
 def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
