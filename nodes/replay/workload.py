@@ -48,17 +48,22 @@ class Hits(NamedTuple):
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
-def best_hits(workload: Workload) -> Hits:
+def best_hits(workload: Workload, cache_block: int = 0) -> Hits:
     """What one prefix cache for all that never forgets would find: of each prompt its longest beginning, in blocks,
-    that an earlier prompt began with, too. A partial last block hits where that whole prompt is repeated."""
+    that an earlier prompt began with, too. A partial last block hits where that whole prompt is repeated.
+
+    With `cache_block`, its tokens of a block, `hit_tokens` are those that a node's cache could give: whole blocks of
+    its own, and never a prompt's last token.
+    """
     known: dict[tuple[int, int], int] = {}  # a prefix and the id that lengthens it, to the longer prefix
     blocks = hit_blocks = tokens = hit_tokens = 0
     for asked in workload.requests:
         hit = _extend(known, asked.hash_ids)
+        same = min(hit * workload.block_tokens, asked.input_tokens)
         blocks += len(asked.hash_ids)
         hit_blocks += hit
         tokens += asked.input_tokens
-        hit_tokens += min(hit * workload.block_tokens, asked.input_tokens)
+        hit_tokens += min(same, asked.input_tokens - 1) // cache_block * cache_block if cache_block else same
     return Hits(blocks, hit_blocks, tokens, hit_tokens)
 
 

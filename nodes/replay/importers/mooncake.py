@@ -26,7 +26,8 @@ MS = 1_000_000
 
 
 def matches(head: str) -> bool:
-    return head.lstrip().startswith("{") and '"input_length"' in head.partition("\n")[0]
+    first = head.lstrip().partition("\n")[0]
+    return first.startswith("{") and '"input_length"' in first and '"requests"' not in first
 
 
 def read(source: Source) -> Workload:

@@ -45,14 +45,37 @@ class Source:
 
     def head(self) -> bytes:
         """How it begins, unpacked. Raises ConfigError when it cannot be read."""
-        return next(self._chunks(HEAD_BYTES), b"")
+        return next(self.chunks(HEAD_BYTES), b"")
+
+    def is_packed(self) -> bool:
+        """Raises ConfigError when it cannot be read."""
+        try:
+            with self.path.open("rb") as file:
+                return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        except OSError as e:
+            raise self.error(f"cannot be read: {e.strerror}") from None
 
     def all(self) -> bytes:
         """The whole file, unpacked. Raises ConfigError, also for one that is cut in its packing."""
-        data = b"".join(self._chunks())
+        data = b"".join(self.chunks())
         if self.notes:
             raise self.error("is cut: its gzip stream ends early; give the whole file")
         return data
+
+    def chunks(self, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """Its bytes, unpacked; those of a cut gzip stream as far as they come, with a note. Raises ConfigError."""
+        packed = self.is_packed()
+        try:
+            with self.path.open("rb") as raw:
+                file = gzip.GzipFile(fileobj=raw) if packed else raw
+                while chunk := file.read1(size):
+                    yield chunk
+        except EOFError:
+            self.notes.append(f"{self.path}: its gzip stream is cut; what came before is used")
+        except (zlib.error, gzip.BadGzipFile) as e:
+            raise self.error(f"is no whole gzip file ({e}): pack it again") from None
+        except OSError as e:
+            raise self.error(f"cannot be read: {e.strerror}") from None
 
     def parsed(self, parse: Callable[[Line], T | None]) -> Iterator[T]:
         """What `parse` makes of each line; None and blank lines are passed over. A last line that is cut is left out
@@ -71,7 +94,7 @@ class Source:
     def _lines(self) -> Iterator[tuple[int, bytes, bool]]:
         """Number, bytes, and whether a line end followed."""
         number, rest = 0, b""
-        for chunk in self._chunks():
+        for chunk in self.chunks():
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 number += 1
@@ -80,20 +103,6 @@ class Source:
                 raise self.error(f"is longer than {LINE_BYTES_MAX >> 20} MiB: that is no line of a trace", number + 1)
         if rest:
             yield number + 1, rest, False
-
-    def _chunks(self, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        try:
-            with self.path.open("rb") as raw:
-                packed = raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
-                file = gzip.GzipFile(fileobj=raw) if packed else raw
-                while chunk := file.read1(size):
-                    yield chunk
-        except EOFError:
-            self.notes.append(f"{self.path}: its gzip stream is cut; what came before is used")
-        except (zlib.error, gzip.BadGzipFile) as e:
-            raise self.error(f"is no whole gzip file ({e}): pack it again") from None
-        except OSError as e:
-            raise self.error(f"cannot be read: {e.strerror}") from None
 
 
 def _text(line: bytes) -> str:
