@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pdbus.bus.messages import LeaseRenew, LeaseRenewed, TryId
-from pdbus.bus.recorder import RawRecord, Recording
+from pdbus.bus.recording import Recording
 from pdbus.bus.wire import Declared, to_plain
 
 from .. import events as ev
@@ -35,16 +35,15 @@ class Lease(NamedTuple):
 def opened(recording: Recording) -> tuple[int, Iterator[Turn]]:
     """The size of its blocks in tokens, and what was recorded, typed, as far as it can be read: nothing of another
     program's recording."""
-    records = recording.raw()
     try:
-        made, _ = began(records)
+        made, _ = began(recording)
     except Unreadable:
         return 1, iter(())
-    return made.core.block_size, _turns(recording, records)
+    return made.core.block_size, _turns(recording)
 
 
-def _turns(recording: Recording, records: Iterator[RawRecord]) -> Iterator[Turn]:
-    for raw in turns_of(recording, records):
+def _turns(recording: Recording) -> Iterator[Turn]:
+    for raw in turns_of(recording):
         if isinstance(raw, RawTurn):
             try:
                 yield recorded(raw)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from pdbus.bus.recorder import Record, Recording, read
+from pdbus.bus.recording import Recording
+from pdbus.bus.recording_part import Record
 
 from ..tables import output
-from .files import clock_offsets, files_of
+from .files import clock_offsets, opened
 
 DETAIL_CHARS_MAX = 160
 KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
@@ -52,10 +53,13 @@ def show_request(wanted: str, paths: Sequence[Path]) -> int:
 
 def load(paths: Sequence[Path]) -> tuple[list[Moment], list[str]]:
     """All records of all files in the order of the common clock, and what is to be said about the files."""
-    recordings = [read(file) for path in paths for file in files_of(path)]
+    files = opened(paths)
+    recordings = files.recordings
     offsets = clock_offsets([recording.header for recording in recordings])
     moments = [moment for r, offset in zip(recordings, offsets, strict=True) for moment in _moments(r, offset)]
-    notes = [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
+    notes = [str(problem) for problem in files.problems]
+    notes += [f"{r.path.name}: the {r.gone} parts before it are not there" for r in recordings if r.gone]
+    notes += [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
     notes += [f"{r.path.name}: {r.lost} records were lost while recording" for r in recordings if r.lost]
     return sorted(moments, key=lambda m: (m.at_ns, m.node, m.record.sequence)), notes
 

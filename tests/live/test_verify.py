@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.bus.recorder import RawRecord, frame, read
-from pdbus.bus.wire import Raw, array_of, encode, replace
+from pdbus.bus.recording import read
+from pdbus.bus.recording_part import RawRecord
+from pdbus.bus.wire import Raw, replace
 from pdbus.nodes.cluster import Cluster
 
 from .faults import OPTIONS, prompt
+from tests.recordings import rewrite
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
 
@@ -150,10 +152,7 @@ def test_a_changed_effect_of_an_incident_is_found(folder: Path, tmp_path: Path) 
     changed = reads[len(reads) // 2]
     payload = bytearray(bytes(changed.payload))
     payload[first_target(payload)] ^= 1
-    whole = victim.read_bytes()
-    header = whole[: 12 + int.from_bytes(whole[:4], "little")]
-    new = [replace(r, payload=Raw(bytes(payload))) if r is changed else r for r in records]
-    victim.write_bytes(header + frame(array_of([encode(record) for record in new])))
+    rewrite(victim, lambda r: replace(r, payload=Raw(bytes(payload))) if r.sequence == changed.sequence else r)
     result = verified(tmp_path)
     assert result.returncode == 1
     assert f"divergence decode-1 ({victim.name[9:21]}) record {changed.sequence}" in result.stdout

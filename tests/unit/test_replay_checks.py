@@ -64,7 +64,7 @@ class Watched:
         self.reads = ReadCheck(report, self.blocks, self.facts)
         self._checks = Checks(
             [
-                RequestCheck(report),
+                RequestCheck(report, self.facts),
                 self.leases,
                 StepCheck(report, self.blocks),
                 self.reads,
