@@ -12,11 +12,13 @@ from pdbus.bus.errors import RemoteProtocolError
 from pdbus.bus.messages import MESSAGES, Cancel, Cancelled, Error, Finished, Generate, Token
 from pdbus.bus.recording import Recording
 from pdbus.bus.recording_part import RawRecord
-from pdbus.bus.wire import Header, decode, decoder
+from pdbus.bus.wire import Header, decode, decoder, to_plain
 
 from .facts import Answered, Facts
 from .findings import Finding, Kind
 from .runs import Run
+from .show import describe
+from .story import Moment
 from .turns import Decoder, tag_of
 
 RULE = "7: a request ends exactly once, and a client always learns how"
@@ -66,6 +68,22 @@ def said(recording: Recording) -> Iterator[Said]:
             raise NotUnderstood(f"record {record.sequence}: {e}") from None
         got = isinstance(value, Got)
         yield Said(record.sequence, record.now_ns, got, value.link, value.header, value.message)
+
+
+def client_story(request: bytes, recording: Recording, offset_ns: int) -> list[Moment]:
+    """The client's moments of a request, from before it had its id."""
+    try:
+        records = list(said(recording))
+    except NotUnderstood:
+        return []
+    names = {each.message.client_id for each in records if getattr(each.message, "request", None) == request}
+    mine = [each for each in records if getattr(each.message, "client_id", None) in names]
+    return [_moment(each, recording.header.node, offset_ns) for each in mine]
+
+
+def _moment(each: Said, node: str, offset_ns: int) -> Moment:
+    what, details = describe(f"{'Got' if each.got else 'Sent'} {each.message.KIND}", to_plain(each.message))
+    return Moment(each.now_ns + offset_ns, node, each.sequence, what, details)
 
 
 class ClientRunner:

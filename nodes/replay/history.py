@@ -12,6 +12,7 @@ from pdbus.bus.wire import Declared, to_plain
 from .. import events as ev
 from ..recording import kind_of
 from .check_messages import name_of
+from .client_run import client_story, is_client
 from .rerun import recorded
 from .show import describe
 from .story import Moment
@@ -142,7 +143,9 @@ def requests_like(beginning: str, recordings: Sequence[Recording]) -> list[bytes
 
 
 def story_of(wanted: Subject, recording: Recording, offset_ns: int) -> list[Moment]:
-    """One node's moments of a request, or of one try of it."""
+    """One node's or client's moments of a request, or of one try of it."""
+    if is_client(recording):
+        return [] if wanted.attempt else client_story(wanted.request, recording, offset_ns)
     follower, node = Follower(), recording.header.node
     moments: list[Moment] = []
     for turn in turns(recording):

@@ -84,11 +84,13 @@ def _ties(value: Any, owner: Tie) -> Iterator[Tie]:
             yield from _ties(item, owner)
     if not isinstance(value, dict):
         return
-    request, client = value.get("request"), value.get("client_id")
+    request, client, key = value.get("request"), value.get("client_id"), value.get("client")
     if isinstance(request, bytes) and request:
         yield ("request", request)
-    if isinstance(client, str) and client:
-        yield ("client", client)
+    if isinstance(client, str) and client:  # in a client's own recording
+        yield ("client", f"{owner[1].hex()}:{client}")
+    if isinstance(key, str) and key:  # as a node calls it
+        yield ("client", key)
     if isinstance(value.get("read"), int):
         yield ("read", value["read"], *owner)
     if "generation" in value:
@@ -100,7 +102,9 @@ def _ties(value: Any, owner: Tie) -> Iterator[Tie]:
 def find(moments: Sequence[Moment], wanted: str) -> list[Tie]:
     """The requests whose id begins with `wanted` in hex, or whose client's id it is. An exact one beats a beginning."""
     requests = dict.fromkeys(tie for m in moments for tie in m.ties if tie[0] == "request")
-    clients = dict.fromkeys(tie for m in moments for tie in m.ties if tie == ("client", wanted))
+    clients = dict.fromkeys(
+        tie for m in moments for tie in m.ties if tie[0] == "client" and tie[1].rpartition(":")[2] == wanted
+    )
     by_client = dict.fromkeys(
         tie for m in moments if any(tie in clients for tie in m.ties) for tie in m.ties if tie[0] == "request"
     )
