@@ -76,7 +76,8 @@ class OpenRead:
         self.slices = slices
         self.size_bytes = size_bytes
         self.posted: list[Any] = []
-        self.started_ns = 0
+        self.started_ns = 0  # first post
+        self.ended_ns = 0  # last terminal status
         self.handles = 0  # how many slices got as far as a handle
         self.problem = ""
         self.doubted = False
@@ -267,12 +268,12 @@ class Mover:
         return None
 
     def _post_slice(self, read: OpenRead) -> None:
-        read.started_ns = read.started_ns or self._clock_ns()
         try:
             handle = read.make(read.peer.remote, *read.slices.popleft())
         except ReadFailed as e:
             self._fail(read, str(e))
             return
+        read.started_ns = read.started_ns or self._clock_ns()
         read.handles += 1
         read.posted.append(handle)
         read.peer.open_handles += 1
@@ -296,6 +297,7 @@ class Mover:
                 read.doubted = True
                 self._out.append(ReadDoubtfulMessage(read=read.read, problem=str(e)))
         if terminal:
+            read.ended_ns = self._clock_ns()
             read.posted.remove(handle)
             self._release(read.peer, handle)
             self._pace.progressed(self._clock_ns())
@@ -314,7 +316,7 @@ class Mover:
                 problem=read.problem,
                 posted=read.handles > 0,
                 bytes=0 if read.problem else read.size_bytes,
-                transfer_ns=self._clock_ns() - read.started_ns,
+                transfer_ns=read.ended_ns - read.started_ns,
             )
         )
 
