@@ -105,7 +105,13 @@ class Control:
         core_config, membership_config = self._core_config(), self._membership_config()
         self.core = NodeCore(core_config, Membership(membership_config))
         self._recorder = (
-            NodeRecorder(Path(config.record), core_config, membership_config, tokens=config.record_tokens)
+            NodeRecorder(
+                Path(config.record),
+                core_config,
+                membership_config,
+                tokens=config.record_tokens,
+                total_bytes_max=config.record_max,
+            )
             if config.record
             else None
         )
