@@ -43,6 +43,7 @@ from .ipc import (
 )
 from .ipc import ReadDoubtful as ReadDoubtfulMessage
 from .pace import MS, Pace
+from .process import keep_what_is_loaded
 
 SLICE_BLOCKS_MAX = 1_000  # posting costs 7 to 12 us a scattered descriptor
 SLICE_BYTES_MAX = 16 << 20  # a post may copy at once, and holds the thread: 4 ms at 4 GB/s; half of it costs 5 %
@@ -240,15 +241,15 @@ class Mover:
     # ------------------------------------------------------------ work
 
     def turn(self) -> list[FromMover]:
-        """One round: post what may be posted, ask after what was, pump. What there is to say."""
+        """One round: pump, post what may be posted, ask after what was. What there is to say."""
+        before = self._clock_ns()
+        self._agent.pump()
+        self._pump_ns = self._clock_ns() - before
         self._post_slices()
         for read in list(self._reads.values()):
             self._check_read(read)
         for warm_up in list(self._warm_ups):
             self._check_warm_up(warm_up)
-        before = self._clock_ns()
-        self._agent.pump()
-        self._pump_ns = self._clock_ns() - before
         said, self._out = self._out, []
         return said
 
@@ -415,6 +416,7 @@ def run(args: MoverArgs, channel: ChildChannel[ToMover]) -> None:
             region_bytes=slab.size_bytes,
         )
     )
+    keep_what_is_loaded()
     serve(mover, channel)
     if mover.outstanding:
         channel.close()

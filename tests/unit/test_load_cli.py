@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"load good.jsonl {TO} --scale-tokens -1", "--scale-tokens: -1 will not do; give a number above 0"),
         (f"load good.jsonl {TO} --max-requests -1", "Invalid value for '--max-requests'"),
         (f"load good.jsonl {TO} --html /nowhere/x.html", "--html: /nowhere/x.html cannot be written: No such file"),
-        ("load . --to tcp://127.0.0.1:1", ".: holds neither *.pdrec"),
+        ("load . --to tcp://127.0.0.1:1", ".: holds neither *.mcap"),
         ("export good.jsonl /nowhere/x.jsonl", "/nowhere/x.jsonl: cannot be written: No such file"),
         ("export empty x.jsonl", "empty: is empty; give"),
     ],

@@ -69,7 +69,7 @@ def test_a_cut_recording_is_told_and_packed_ones_are_read(tmp_path: Path) -> Non
     d.answer(FIRST)
     path = d.close()
     whole = path.read_bytes()
-    (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(whole + whole[:7]))
+    (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(whole[:-20]))
     path.unlink()
     workload = import_workload(tmp_path)
     assert len(workload.requests) == 1
@@ -86,8 +86,8 @@ def test_another_programs_recording_holds_no_request(tmp_path: Path) -> None:
 
 
 def test_no_recording_by_that_name(tmp_path: Path) -> None:
-    (tmp_path / "a.pdrec").write_bytes(b"nothing of ours")
-    with pytest.raises(ConfigError, match=r"a\.pdrec: is no recording"):
+    (tmp_path / "a.mcap").write_bytes(b"nothing of ours")
+    with pytest.raises(ConfigError, match=r"a\.mcap: is no recording"):
         import_workload(tmp_path)
 
 
