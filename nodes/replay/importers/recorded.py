@@ -54,6 +54,8 @@ def read(source: Source) -> Workload:
         raise source.error(f"holds nodes with blocks of different sizes ({told}): give those of one cluster")
     prefixes = Prefixes()
     rows = [row for node in nodes for row in node.rows(prefixes)]
+    if not rows and all(tag_of(recording) == ClientBegan.__name__ for recording in recordings):
+        raise source.error("holds recordings of clients alone; give those of the decode nodes")
     return workload(path.name, sorted(rows, key=lambda row: row.at), source, next(iter(sizes), 0))
 
 
