@@ -48,6 +48,7 @@ from .ipc import (
 from .ipc import ReadDoubtful as ReadDoubtfulMessage
 from .pace import MS, Pace
 from .plan import plan
+from .process import keep_what_is_loaded
 from .readable import layouts_of_agents
 from .reading import OpenRead, Peer, Posted, RemoteAgent
 from .scratch import Scratch
@@ -214,15 +215,15 @@ class Mover:
     # ------------------------------------------------------------ work
 
     def turn(self) -> list[FromMover]:
-        """One round: post what may be posted, ask after what was, pump. What there is to say."""
+        """One round: pump, post what may be posted, ask after what was. What there is to say."""
+        before = self._clock_ns()
+        self._agent.pump()
+        self._pump_ns = self._clock_ns() - before
         self._post_slices()
         for read in list(self._reads.values()):
             self._check_read(read)
         for warm_up in list(self._warm_ups):
             self._check_warm_up(warm_up)
-        before = self._clock_ns()
-        self._agent.pump()
-        self._pump_ns = self._clock_ns() - before
         said, self._out = self._out, []
         return said
 
@@ -242,12 +243,12 @@ class Mover:
         return None
 
     def _post_slice(self, read: OpenRead) -> None:
-        read.started_ns = read.started_ns or self._clock_ns()
         try:
             posted = read.post(self._agent)
         except ReadFailed as e:
             read.fail(str(e))
             return
+        read.started_ns = read.started_ns or self._clock_ns()
         self._judge_slice(read, posted, self._agent.post)
 
     def _check_read(self, read: OpenRead) -> None:
@@ -268,6 +269,7 @@ class Mover:
                 read.doubted = True
                 self._out.append(ReadDoubtfulMessage(read=read.read, problem=str(e)))
         if terminal:
+            read.ended_ns = self._clock_ns()
             read.terminal(posted, self._memory)
             self._release(read.peer, posted.slice.agent, posted.handle)
             self._pace.progressed(self._clock_ns())
@@ -283,7 +285,7 @@ class Mover:
                 problem=read.problem,
                 posted=read.handles > 0,
                 bytes=0 if read.problem else read.size_bytes,
-                transfer_ns=self._clock_ns() - read.started_ns if read.handles else 0,
+                transfer_ns=read.ended_ns - read.started_ns,
             )
         )
 
@@ -378,6 +380,7 @@ def run(args: MoverArgs, channel: ChildChannel[ToMover]) -> None:
             region_bytes=slab.size_bytes,
         )
     )
+    keep_what_is_loaded()
     serve(mover, channel)
     if mover.outstanding:
         channel.close()

@@ -80,7 +80,8 @@ class OpenRead:
         self.read = read
         self.peer = peer
         self.posted: list[Posted] = []
-        self.started_ns = 0
+        self.started_ns = 0  # first post
+        self.ended_ns = 0  # last terminal status
         self.handles = 0  # how many slices got as far as a handle
         self.size_bytes = 0  # what has been read
         self.problem = ""
