@@ -432,6 +432,8 @@ class Control:
         self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
+        if self.core.healing:
+            log.warning("mover: replaced, since too many blocks wait for reads that do not end")
         if self.mover.pid:
             if not self._mover_asked:
                 self._mover_asked = True
