@@ -56,7 +56,7 @@ async def _read() -> int:
         owner.slab.memory[:] = os.urandom(BLOCKS * BLOCK_BYTES)
         await introduce(owner, reader)
         every = wire.pack_u32(range(BLOCKS))
-        reader.say(Read(read=1, peer=owner.agent_name, source=every, target=every))
+        reader.say(Read(read=1, peer=owner.agent_name, begin=0, end=BLOCKS, source=every, target=every))
         ended = await reader.hear(ReadEnded)
         if ended.problem:
             raise PdError(ended.problem)
