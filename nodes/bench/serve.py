@@ -37,7 +37,8 @@ class Timed(NamedTuple):
 
 def run(prompt_tokens: int = 512, requests: int = 20, model: str = "") -> dict[str, Any]:
     """Medians over `requests`; times in ms. `first_step_ms` is the decode step within `handover_ms`: it comes after a
-    rest, when the weights have left the caches, and is slower than the median step (`itl_ms`). Without `model` the 58M random Llama that it writes itself."""
+    rest, when the weights have left the caches, and is slower than the median step (`itl_ms`). Without `model` the 58M
+    random Llama that it writes itself."""
     return asyncio.run(_run(prompt_tokens, requests, model or str(random_model())))
 
 
