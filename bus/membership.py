@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import members as ms
-from .compatibility import DECODE_ROLES, PREFILL_ROLES, describe, differences
+from .compatibility import DECODE_ROLES, PREFILL_ROLES, Unreadable, describe, differences
 from .dials import Dial, Dials, DialState
 from .known import DEAD, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
 from .messages import Agent, Drain, Goodbye, Heartbeat, Hello, Member, Message, Refused, StalePeer, Welcome
@@ -34,10 +34,12 @@ NEVER_STALE = ("error", "goodbye", "refused", "welcome")  # no use in answering 
 class Membership:
     """The machine. `handle` alone changes it; `next_deadline` says when a ms.Tick is due (earlier does no harm)."""
 
-    def __init__(self, config: ms.MembershipConfig) -> None:
+    def __init__(self, config: ms.MembershipConfig, unreadable: Unreadable) -> None:
+        """`unreadable` tells whether two nodes' KV geometries work together."""
         self._config = config
+        self._unreadable = unreadable
         self._hello = config.hello
-        self._roster = Roster(config)
+        self._roster = Roster(config, unreadable)
         self._dials = Dials(config)
         self._agents: dict[int, Agent] = {}
         self._load = Heartbeat()
@@ -218,6 +220,7 @@ class Membership:
             return [ms.rejected(event, "no live peer there", event.link)]
         known.move("cut", "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
+        known.cut(now_ns)
         return []
 
     # ------------------------------------------------------------ hello, welcome, refused
@@ -247,7 +250,7 @@ class Membership:
             return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         if header.to_inc not in (b"", self._config.incarnation):
             return [ms.rejected(event, "meant for another incarnation", event.link)]
-        fields = differences(self._hello, hello)
+        fields = differences(self._hello, hello, self._unreadable)
         if reason := self._roster.impossible(header, now_ns) or (describe(fields) if fields else ""):
             return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, reason, event.link)]
         if hello.geometry is None:
@@ -312,7 +315,7 @@ class Membership:
             known = self._roster.enter(header, hello)
         known.hello = hello
         known.raise_epoch(hello.epoch)
-        known.last_heard_ns = max(known.last_heard_ns, now_ns)
+        known.heard(now_ns)
         self._roster.let_in(known.name)
         return known, effects
 
@@ -386,7 +389,7 @@ class Membership:
 
     def _listen(self, known: Known, link: str, now_ns: int) -> list[ms.MembershipEffect]:
         """It lives. One judged dead is up again where it calls us, else it is called anew at once."""
-        known.last_heard_ns = max(known.last_heard_ns, now_ns)
+        known.heard(now_ns)
         if link != known.out:
             known.inn = link
         if known.state is UP:
@@ -415,6 +418,9 @@ class Membership:
         known, agent = self._roster.get(event.header.from_), event.message
         if known is None or known.state not in USABLE:
             return [ms.rejected(event, "no such peer", event.link)]
+        ranks = known.hello.geometry.tp if known.hello.geometry else 1
+        if not 0 <= agent.rank < ranks:
+            return [ms.rejected(event, f"an agent of rank {agent.rank}, but it has {ranks}", event.link)]
         effects = self._listen(known, event.link, now_ns)
         if agent.epoch < known.epoch or known.agents.get(agent.rank) == agent:
             return effects
@@ -489,6 +495,8 @@ class Membership:
                 return []
             known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
         silent_ns = now_ns - known.silent_since_ns
+        if known.cut_since_ns is not None and now_ns >= known.cut_since_ns + self._config.cut_ns:
+            return self._lost(known, "the connection was cut and nothing has been heard since", now_ns)
         if silent_ns >= self._config.dead_ns:
             return self._lost(known, f"silent for {silent_ns / 1e9:.1f} s", now_ns)
         if silent_ns >= self._config.suspect_ns:

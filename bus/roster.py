@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .compatibility import describe, differences
+from .compatibility import Unreadable, describe, differences
 from .dials import UNDERWAY, Dial, Dials, DialState
 from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
 from .members import HelloReceived, MembershipConfig, Peer, PeerState
@@ -18,8 +18,9 @@ HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a
 class Roster:
     """Peers by name, exactly one incarnation each; incarnations that are over for good."""
 
-    def __init__(self, config: MembershipConfig) -> None:
+    def __init__(self, config: MembershipConfig, unreadable: Unreadable) -> None:
         self._config = config
+        self._unreadable = unreadable
         self._peers: dict[str, Known] = {}
         self._retired: dict[bytes, int] = {}  # incarnation -> when, oldest first
         self._turned_away: dict[str, Peer] = {}  # by name: who called and was refused
@@ -114,7 +115,9 @@ class Roster:
             return Refused(reason="removed here by an operator, until asked to join again")
         if known is not None and known.incarnation != header.from_inc and event.link in (known.inn, known.out):
             return Refused(reason="another incarnation must come on a connection of its own")
-        if fields := differences(hello, own):
+        if known is not None and known.incarnation == header.from_inc and known.hello.geometry != hello.geometry:
+            return Refused(reason="its KV geometry is another than it said before: only a restart may change it")
+        if fields := differences(hello, own, self._unreadable):
             return Refused(reason=describe(fields), fields=fields)
         if known is None and not self.has_room(dials):
             return Refused(reason=f"this node knows {self._config.peers_max} members already")

@@ -30,7 +30,9 @@ from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
+from pdbus.connector.layout import layout_of, rank_block_bytes
 from pdbus.connector.process import Exit, keep_what_is_loaded
+from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 
@@ -64,7 +66,7 @@ def run_node(config: NodeConfig) -> int:
 
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
-    slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
+    slab = Slab.create(layout_of(setup.geometry, setup.blocks).region_bytes + setup.scratch_bytes)
     directory = RunDirectory(config.run_dir)
     try:
         control = Control(config, setup, slab, directory.path)
@@ -103,7 +105,7 @@ class Control:
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
         core_config, membership_config = self._core_config(), self._membership_config()
-        self.core = NodeCore(core_config, Membership(membership_config))
+        self.core = NodeCore(core_config, Membership(membership_config, unreadable))
         self._recorder = (
             NodeRecorder(
                 Path(config.record),
@@ -134,7 +136,8 @@ class Control:
                 endpoint="",
                 slab_path=slab.path,
                 slab_bytes=slab.size_bytes,
-                block_bytes=setup.geometry.block_bytes,
+                layout=layout_of(setup.geometry, setup.blocks),
+                rank=0,
                 agent_name="",
             ),
             ipc.FromMover,
@@ -368,7 +371,7 @@ class Control:
         match message:
             case ipc.MoverReady():
                 self._starts["mover"] = 0
-                self.post(ev.MoverUp(agent=self._agent(message)))
+                self.post(ev.MoverUp(agents=(self._agent(message),)))
             case ipc.PeerAdded():
                 if message.problem:
                     log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
@@ -388,8 +391,8 @@ class Control:
                 self.intake.probed("mover", message.probe)
             case ipc.MoverFailed() if self.core.mover_up:
                 log.error("mover: %s", message.problem)
-            case ipc.MoverFailed(problem=problem):
-                self.fail(Broken(f"the mover cannot start: {problem}"))
+            case ipc.MoverFailed(setting=setting, problem=problem):
+                self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
 
     def _agent_name(self, epoch: int) -> str:
         return f"{self.config.name}/0/{self.incarnation.hex()}/{epoch}"
@@ -403,28 +406,18 @@ class Control:
             base_address=ready.base_address,
             region_bytes=ready.region_bytes,
             blocks=self.setup.blocks,
+            layout=layout_of(self.setup.geometry, self.setup.blocks),
         )
 
     def _add_peer(self, e: ev.AddPeer) -> None:
-        if prompt_digest(e.agent.metadata) != e.agent.metadata_digest:
-            self.post(ev.PeerAddEnded(peer=e.peer, problem="its agent's metadata does not match its digest"))
-            return
-        self.mover.send(
-            ipc.PeerAdd(
-                peer=e.peer,
-                agent_name=e.agent.name,
-                metadata=e.agent.metadata,
-                base_address=e.agent.base_address,
-                region_bytes=e.agent.region_bytes,
-                block_bytes=e.block_bytes,
-            )
-        )
+        self.mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents))
 
     def _remove_peer(self, e: ev.RemovePeer) -> None:
         self.mover.send(ipc.PeerRemove(peer=e.peer))
 
     def _start_read(self, e: ev.StartRead) -> None:
-        self.mover.send(ipc.Read(read=e.read, peer=e.peer, source=pack_u32(e.source), target=pack_u32(e.target)))
+        source, target = pack_u32(e.source), pack_u32(e.target)
+        self.mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
 
     def _advertise(self, e: ev.AdvertiseLeases) -> None:
         self.mover.send(ipc.Advertise(leases=e.leases))
@@ -439,6 +432,8 @@ class Control:
         self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
+        if self.core.healing:
+            log.warning("mover: replaced, since too many blocks wait for reads that do not end")
         if self.mover.pid:
             if not self._mover_asked:
                 self._mover_asked = True
@@ -485,7 +480,7 @@ class Control:
             decodes=c.role != "prefill",
             blocks=s.blocks,
             block_size=s.geometry.block_size,
-            block_bytes=s.geometry.block_bytes,
+            block_bytes=s.geometry.tp * rank_block_bytes(s.geometry),
             max_model_len=s.max_model_len,
             limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
             running_max=c.max_running,

@@ -47,6 +47,7 @@ OWNER_MESSAGES = (
 )  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
+QUARANTINE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -73,14 +74,15 @@ class NodeCore:
         self.epoch = 1
         self.worker_up = False
         self.mover_up = False
+        self.healing = False  # the mover is being ended for the sake of reads that do not end
         self.drain_until: int | None = None
-        self._agent: Agent | None = None  # ours, not yet announced
+        self._agents: tuple[Agent, ...] = ()  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.limits)
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
         self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
-        self.peers = Peers(membership, reads=config.decodes, block_bytes=config.block_bytes)
+        self.peers = Peers(membership, reads=config.decodes)
         self.requests = Requests(
             self.pool,
             self.scheduler,
@@ -117,6 +119,8 @@ class NodeCore:
             self._drain(ev.DrainAsked(), now, out)
         if self._reads and not self.mover_up:
             self._reads_are_over(now, out)
+        if self.mover_up and not self.healing and self._quarantine_is_full():
+            self._heal(now, out)
         for fetch in self.requests.admit(now):
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
@@ -278,7 +282,15 @@ class NodeCore:
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(
-                ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target, request=read.request)
+                ev.StartRead(
+                    read=read.read,
+                    peer=peer,
+                    begin=read.begin,
+                    end=read.end,
+                    source=read.source,
+                    target=read.target,
+                    request=read.request,
+                )
             )
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
@@ -328,28 +340,39 @@ class NodeCore:
     # ------------------------------------------------------------ mover
 
     def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
-        if event.agent.epoch != self.epoch:  # of an epoch that ended meanwhile
+        if any(agent.epoch != self.epoch for agent in event.agents):  # of an epoch that ended meanwhile
             out.append(ev.RestartMover(epoch=self.epoch))
             return
         self.mover_up = True
-        self._agent = event.agent
+        self._agents = event.agents
         self._announce(now, out)
         out += self.peers.mover_up()
         out.append(ev.AdvertiseLeases(leases=self.offers.held()))
 
     def _announce(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """Peers hear of an agent once there is something behind it: a worker that can compute what they ask for."""
-        if self.worker_up and self.mover_up and self._agent is not None:
-            self._membership(ms.OwnAgentChanged(agent=self._agent), now, out)
-            self._agent = None
+        """Peers hear of agents once there is something behind them: a worker that can compute what they ask for."""
+        if self.worker_up and self.mover_up:
+            for agent in self._agents:
+                self._membership(ms.OwnAgentChanged(agent=agent), now, out)
+            self._agents = ()
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
-        self.mover_up = False
+        self.mover_up = self.healing = False
         self.peers.mover_lost()
         if not event.asked:
             self._raise_epoch(now, out, pool_reset=False)
         self._reads_are_over(now, out)
+        out.append(ev.RestartMover(epoch=self.epoch))
+
+    def _quarantine_is_full(self) -> bool:
+        counts = self.pool.counts()
+        return counts.quarantined * QUARANTINE_SHARE_MAX > counts.total
+
+    def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
+        """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""
+        self.healing = True
+        self._raise_epoch(now, out, pool_reset=False)
         out.append(ev.RestartMover(epoch=self.epoch))
 
     def _reads_are_over(self, now: int, out: list[ev.NodeEffect]) -> None:
@@ -359,7 +382,7 @@ class NodeCore:
 
     def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
         self.epoch += 1
-        self._agent = None  # its epoch is over before it was announced
+        self._agents = ()  # their epoch is over before they were announced
         out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
         if pool_reset:
             self.pool.reset()

@@ -22,11 +22,10 @@ News = FetchEvent | OfferEvent
 class Peers:
     """Membership, and beside it the state of each peer's agent in our mover."""
 
-    def __init__(self, membership: Membership, *, reads: bool, block_bytes: int) -> None:
+    def __init__(self, membership: Membership, *, reads: bool) -> None:
         """`reads`: this node decodes, and so reads from prefill nodes."""
         self._membership = membership
         self._reads = reads
-        self._block_bytes = block_bytes
         self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
         self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
         self._reload_ns: dict[str, int] = {}  # by peer key: when to try again
@@ -77,11 +76,14 @@ class Peers:
     def _agent(self, effect: ms.PeerAgent, out: list[ev.NodeEffect], news: list[News]) -> None:
         peer, agent = effect.peer, effect.agent
         news.append(OwnerEpoch(node=peer.name, incarnation=peer.incarnation, epoch=agent.epoch))
-        if not self._reads or peer.role not in PREFILL_ROLES:
+        geometry = peer.hello.geometry if peer.hello else None
+        if not self._reads or peer.role not in PREFILL_ROLES or geometry is None:
             return
         key = peer_key(peer.name, peer.incarnation, agent.epoch)
         self._forget(peer.name, peer.incarnation, out, but=key)
-        add = ev.AddPeer(peer=key, agent=agent, block_bytes=self._block_bytes)
+        if len(peer.agents) < geometry.tp:  # those of its other ranks will follow
+            return
+        add = ev.AddPeer(peer=key, geometry=geometry, agents=peer.agents)
         if self._agents.get(key) != add:
             self._agents[key] = add
             if self._mover_up:
@@ -162,7 +164,13 @@ class Peers:
             return None
         chosen = next((p for p in candidates if p.name > self._last), candidates[0])
         self._last = chosen.name
-        return Source(node=chosen.name, incarnation=chosen.incarnation, epoch=chosen.epoch, link=chosen.link)
+        return Source(
+            node=chosen.name,
+            incarnation=chosen.incarnation,
+            epoch=chosen.epoch,
+            link=chosen.link,
+            block_size=chosen.hello.geometry.block_size if chosen.hello and chosen.hello.geometry else 1,
+        )
 
 
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:

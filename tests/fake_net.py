@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Geometry, Hello, Message
+from pdbus.bus.messages import Hello, Message
 from pdbus.bus.wire import Header
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 S = 1_000_000_000
+GEOMETRY = geometry_for(2, 1, 4, 16, "float32")
 E = TypeVar("E", bound=ms.MembershipEffect)
 
 
@@ -56,9 +59,11 @@ class Node:
         self.name = name
         self.address = address or f"tcp://{name}:7400"
         self.incarnation = f"{name}#{life}".encode().ljust(16, b".")
-        fields: dict[str, Any] = {"geometry": Geometry(layers=2), "fingerprint": "f", "version": "0.1.0", **hello}
+        fields: dict[str, Any] = {"geometry": GEOMETRY, "fingerprint": "f", "version": "0.1.0", **hello}
         hello_message = Hello(role=role, address=self.address, **fields)
-        self.machine = Membership(ms.MembershipConfig(name=name, incarnation=self.incarnation, hello=hello_message))
+        self.machine = Membership(
+            ms.MembershipConfig(name=name, incarnation=self.incarnation, hello=hello_message), unreadable
+        )
         self.effects: list[ms.MembershipEffect] = []
         self.seq = 0
         net.at[self.address] = self

@@ -23,10 +23,13 @@ from pdbus.bus.messages import (
     StalePeer,
     Welcome,
 )
-from pdbus.bus.wire import Header
+from pdbus.bus.wire import Header, replace
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 from tests.fake_net import Net, Node, S
 
+GEOMETRY = geometry_for(1, 1, 4, 16, "float32")
 OWN = b"own"
 NAMES = ("p", "q", "me", "")
 INCARNATIONS = (b"1", b"2", OWN, b"")
@@ -37,7 +40,7 @@ hellos = st.builds(
     Hello,
     role=st.sampled_from(["prefill", "decode", "both", "tool"]),
     address=st.sampled_from(ADDRESSES),
-    geometry=st.sampled_from([None, Geometry(layers=1), Geometry(layers=2)]),
+    geometry=st.sampled_from([None, GEOMETRY, replace(GEOMETRY, layers=2), Geometry()]),
     epoch=st.integers(0, 3),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
@@ -81,8 +84,10 @@ events: st.SearchStrategy[ms.MembershipEvent] = st.one_of(
 
 
 def machine() -> Membership:
-    hello = Hello(role="both", address="tcp://me:1", geometry=Geometry(layers=1))
-    return Membership(ms.MembershipConfig(name="me", incarnation=OWN, hello=hello, peers_max=2, retired_max=2))
+    hello = Hello(role="both", address="tcp://me:1", geometry=GEOMETRY)
+    return Membership(
+        ms.MembershipConfig(name="me", incarnation=OWN, hello=hello, peers_max=2, retired_max=2), unreadable
+    )
 
 
 def seen(m: Membership) -> Any:

@@ -235,7 +235,7 @@ class Mover:
                 self.node.cluster.agent_names[agent_name] = None
                 self.agents[agent_name] = self
                 self.ready = True
-                self.node.post(ev.MoverUp(agent=Agent(epoch=epoch, name=agent_name, blocks=self.node.blocks)))
+                self.node.post(ev.MoverUp(agents=(Agent(epoch=epoch, name=agent_name, blocks=self.node.blocks),)))
 
         self.world.after(wait_ns + self.world.between_ms(10, 200), lambda: self.node.enter(come_up))
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pdbus.bus.errors import PdError
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Geometry, Hello, PrefillRequest, Sampling, TryId
+from pdbus.bus.messages import Hello, PrefillRequest, Sampling, TryId
 from pdbus.bus.wire import Header
 from pdbus.connector.ipc import RowResult
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
 from pdbus.nodes.report import ledger
@@ -74,7 +76,7 @@ class SimNode:
         self._leases: dict[tuple[str, int], bool] = {}  # by (request, attempt): whether it has ended
 
     def new_core(self) -> NodeCore:
-        return NodeCore(self._core_config(), Membership(self._membership_config()))
+        return NodeCore(self._core_config(), Membership(self._membership_config(), unreadable))
 
     def start(self, join: Sequence[str]) -> None:
         self.cluster.bus.listening[self.address] = self
@@ -311,7 +313,7 @@ class SimNode:
             self.mover.start(self._agent_name(e.epoch), e.epoch)
 
     def _add_peer(self, e: ev.AddPeer) -> None:
-        self.mover.add_peer(e.peer, e.agent)
+        self.mover.add_peer(e.peer, e.agents[0])
 
     def _remove_peer(self, e: ev.RemovePeer) -> None:
         self.mover.remove_peer(e.peer)
@@ -381,7 +383,7 @@ class SimNode:
             role=self.role,
             address=self.address,
             epoch=1,
-            geometry=Geometry(layers=1, block_size=self.block_size),
+            geometry=geometry_for(1, 1, 4, self.block_size, "float32"),
             fingerprint="f",
             version="0.1.0",
         )

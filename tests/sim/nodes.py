@@ -387,6 +387,7 @@ class DecodeNode:
             incarnation=incarnation,
             epoch=epoch,
             link="",
+            source_size=1,
             prompt_tokens=self.prompt_blocks,
             have=self.have,
             prompt_digest=b"digest",

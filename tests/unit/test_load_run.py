@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdbus.bus.errors import Broken, ConfigError, DeadlineExceeded, Overloaded, RequestError
-from pdbus.nodes.replay.load import Shape, misfits, reshaped
+from pdbus.nodes.replay import load
+from pdbus.nodes.replay.importers.mooncake import write
+from pdbus.nodes.replay.load import Report, Shape, misfits, reshaped
 from pdbus.nodes.replay.load_figures import figures, spread
 from pdbus.nodes.replay.load_request import TOO_LONG
 from pdbus.nodes.replay.load_run import LoadRun
@@ -181,3 +188,48 @@ def test_when_nothing_fits_it_does_not_begin() -> None:
         misfits(run_of(Asked(0, 5000, 1)), 1.0)
     with pytest.raises(ConfigError, match="give nodes with a larger --max-model-len"):
         misfits(run_of(Asked(0, 600_000, 1, (1,)), block=512), 1.0)
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+def status_of(target: FakeTarget, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a load of three requests."""
+
+    async def open_fakes(addresses: Sequence[str], stack: AsyncExitStack) -> list[Any]:
+        return [target]
+
+    monkeypatch.setattr(load, "open_targets", open_fakes)
+    write(Workload("w", [Asked(0, n, 1) for n in (10, 11, 12)]), folder / "trace.jsonl")
+    return load.run_load(folder / "trace.jsonl", ["tcp://d:1"], Shape(), Report(html=folder / "page.html"))
+
+
+def test_one_completed_request_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FakeTarget()
+    target.problems = {10: Broken("gone"), 12: Broken("gone")}
+    assert status_of(target, tmp_path, monkeypatch) == 0
+
+
+def test_when_nothing_completes_the_status_is_1_and_the_report_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = FakeTarget()
+    target.unreachable = Broken("nobody is there")
+    assert status_of(target, tmp_path, monkeypatch) == 1
+    assert "0 completed, 3 failed" in capsys.readouterr().out
+    assert "nobody is there" in (tmp_path / "page.html").read_text()
+
+
+def test_ctrl_c_reports_what_was_and_the_status_is_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting(FakeTarget):
+        def generate(self, prompt: Sequence[int], tokens: int) -> Any:
+            if len(prompt) == 12:
+                os.kill(os.getpid(), signal.SIGINT)
+                self.gate = asyncio.Event()
+            return super().generate(prompt, tokens)
+
+    assert status_of(Interrupting(), tmp_path, monkeypatch) == 130
+    said = capsys.readouterr().out
+    assert "2 completed, 1 failed" in said and "interrupted" in said

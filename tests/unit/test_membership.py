@@ -11,7 +11,6 @@ from pdbus.bus.known import PEERS
 from pdbus.bus.messages import (
     Agent,
     Drain,
-    Geometry,
     Goodbye,
     Heartbeat,
     Hello,
@@ -22,9 +21,9 @@ from pdbus.bus.messages import (
     TryId,
     Welcome,
 )
-from pdbus.bus.wire import Header
+from pdbus.bus.wire import Header, replace
 
-from tests.fake_net import Net, Node, S
+from tests.fake_net import GEOMETRY, Net, Node, S
 
 
 def pair() -> tuple[Net, Node, Node]:
@@ -157,14 +156,14 @@ def test_tools_are_welcomed_and_forgotten() -> None:
 @pytest.mark.parametrize(
     ("field", "theirs"),
     [
-        ("layers", {"geometry": Geometry(layers=3)}),
-        ("block_size", {"geometry": Geometry(layers=2, block_size=32)}),
-        ("dtype", {"geometry": Geometry(layers=2, dtype="bfloat16")}),
-        ("block_bytes", {"geometry": Geometry(layers=2, block_bytes=1)}),
-        ("layout", {"geometry": Geometry(layers=2, layout="hnd")}),
-        ("kv_heads", {"geometry": Geometry(layers=2, kv_heads=1)}),
-        ("head_dim", {"geometry": Geometry(layers=2, head_dim=1)}),
-        ("kv_parts", {"geometry": Geometry(layers=2, kv_parts=1)}),
+        ("layers", {"geometry": replace(GEOMETRY, layers=1)}),
+        ("block_size", {"geometry": replace(GEOMETRY, block_size=1031)}),
+        ("dtype", {"geometry": replace(GEOMETRY, dtype="bfloat16")}),
+        ("layout", {"geometry": replace(GEOMETRY, layout="sideways")}),
+        ("kv_heads", {"geometry": replace(GEOMETRY, kv_heads=2)}),
+        ("head_dim", {"geometry": replace(GEOMETRY, head_dim=1)}),
+        ("parts", {"geometry": replace(GEOMETRY, kv_parts=1)}),
+        ("tp", {"geometry": replace(GEOMETRY, tp=1000)}),
         ("fingerprint", {"fingerprint": "other"}),
         ("version", {"version": "0.2.0"}),
         ("deterministic", {"deterministic": True}),
@@ -250,7 +249,7 @@ def test_retired_lives_are_forgotten_after_an_hour() -> None:
     net, _, d = pair()
     p2 = Node(net, "p", "prefill", life=2)
     p2.join(d)
-    hello = Hello(role="prefill", geometry=Geometry(layers=2), fingerprint="f", version="0.1.0")
+    hello = Hello(role="prefill", geometry=GEOMETRY, fingerprint="f", version="0.1.0")
     header = Header(from_="p", from_inc=b"p#1".ljust(16, b"."))
     net.now += 3_599 * S
     d.hear("in:late", header, hello)
@@ -268,7 +267,7 @@ def test_retired_lives_are_forgotten_after_an_hour() -> None:
 def test_another_incarnation_on_an_old_connection_is_refused() -> None:
     _, _, d = pair()
     link = d.machine.prefill_peers()[0].link
-    hello = Hello(role="prefill", geometry=Geometry(layers=2), fingerprint="f", version="0.1.0")
+    hello = Hello(role="prefill", geometry=GEOMETRY, fingerprint="f", version="0.1.0")
     d.hear(link, Header(from_="p", from_inc=b"new"), hello)
     assert isinstance(d.sent(Refused)[0], Refused)
     assert d.got(ms.PeerDown) == []
@@ -454,6 +453,29 @@ def test_a_cut_connection_stops_choosing_the_peer_until_it_is_heard() -> None:
     net.run(1)
     assert d.state_of("p") == "up"
     assert d.got(ms.PeerDown) == []
+
+
+def test_a_peer_killed_while_in_use_is_dead_a_second_after_its_connection_broke() -> None:
+    """Whoever waits for it shall not wait for five seconds of silence: a refused connection says more."""
+    net, p, d = pair()
+    link = d.machine.prefill_peers()[0].link
+    p.die()
+    d.handle(ms.LinkLost(link=link))
+    net.run(0.9)
+    assert d.state_of("p") == "suspect"
+    net.run(0.2)
+    assert d.state_of("p") == "dead"
+    (down,) = d.got(ms.PeerDown)
+    assert not down.proven and "the connection was cut" in down.reason
+
+
+def test_a_node_that_paused_itself_gives_a_cut_peer_its_second() -> None:
+    net, _, d = pair()
+    net.drop = lambda node, message: True
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    net.now += 30 * S
+    d.handle(ms.Tick())
+    assert d.state_of("p") == "suspect"
 
 
 def test_a_peer_killed_while_idle_and_back_on_its_port_serves_again_without_touching_us() -> None:

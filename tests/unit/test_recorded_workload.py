@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdbus.bus.client_recorder import ClientBegan, ClientRecorder
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.recorder import Recorder
 from pdbus.nodes import events as ev
@@ -69,7 +70,7 @@ def test_a_cut_recording_is_told_and_packed_ones_are_read(tmp_path: Path) -> Non
     d.answer(FIRST)
     path = d.close()
     whole = path.read_bytes()
-    (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(whole + whole[:7]))
+    (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(whole[:-20]))
     path.unlink()
     workload = import_workload(tmp_path)
     assert len(workload.requests) == 1
@@ -85,9 +86,22 @@ def test_another_programs_recording_holds_no_request(tmp_path: Path) -> None:
         import_workload(tmp_path)
 
 
+def test_a_clients_side_alone_is_no_workload(tmp_path: Path) -> None:
+    """It does not tell which prompts begin alike."""
+    began = ClientBegan(address="tcp://d:1", version="0")
+    ClientRecorder(tmp_path, "client-1", b"c" * 16, began).close()
+    with pytest.raises(ConfigError, match="holds recordings of clients alone; give those of the decode nodes"):
+        import_workload(tmp_path)
+    d = node(tmp_path)
+    d.answer(FIRST)
+    d.close()
+    workload = import_workload(tmp_path)
+    assert (len(workload.requests), workload.notes) == (1, ())
+
+
 def test_no_recording_by_that_name(tmp_path: Path) -> None:
-    (tmp_path / "a.pdrec").write_bytes(b"nothing of ours")
-    with pytest.raises(ConfigError, match=r"a\.pdrec: is no recording"):
+    (tmp_path / "a.mcap").write_bytes(b"nothing of ours")
+    with pytest.raises(ConfigError, match=r"a\.mcap: is no recording"):
         import_workload(tmp_path)
 
 

@@ -153,5 +153,5 @@ def test_gzip(tmp_path: Path) -> None:
 
 def test_a_folder_without_any(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("x")
-    with pytest.raises(ConfigError, match=r"holds neither \*\.pdrec, .* nor \*\.json"):
+    with pytest.raises(ConfigError, match=r"holds neither \*\.mcap, .* nor \*\.json"):
         import_workload(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .source import BadLine
 
-TOKENS_MAX = 1 << 31  # of one request; beyond it something else was read
+TOKENS_MAX = 1 << 24  # of one prompt or answer: no node takes more (--max-model-len); beyond it something else was read
 NS = {"seconds": 10**9, "milliseconds": 10**6, "microseconds": 10**3, "nanoseconds": 1}
 SPAN_NS_MAX = 366 * 86_400 * 10**9  # a year; beyond it units are mixed
 EPOCH_S_MIN = 10**9  # September 2001: a first time from here on counts since 1970, not since a trace's beginning

@@ -12,18 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pdbus.bus.recorder import FORMAT, SUFFIX, Recording
-from pdbus.bus.recorder import read as open_recording
+from mcap.writer import MCAP0_MAGIC
+
+from pdbus.bus.client_recorder import ClientBegan
+from pdbus.bus.recording import Recording
+from pdbus.bus.recording_part import SUFFIX
 
 from ... import events as ev
-from ..files import clock_offsets
-from ..turns import Unreadable, began, effect_of, event_of
+from ..files import clock_offsets, opened
+from ..turns import Unreadable, began, effect_of, event_of, tag_of
 from ..workload import Asked, Workload
 from .prefixes import Prefixes
 from .rows import Row, workload
 from .source import Importer, Source
 
 ANSWERED = ("stop", "length", "cancelled")
+MAGIC = MCAP0_MAGIC.decode(errors="replace")
 PATTERNS = (f"*{SUFFIX}", f"*{SUFFIX}.gz")
 
 
@@ -32,7 +36,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def matches(head: str) -> bool:
-    return FORMAT in head[:512]
+    return head.startswith(MAGIC)
 
 
 def read(source: Source) -> Workload:
@@ -40,7 +44,8 @@ def read(source: Source) -> Workload:
     path = source.path
     with tempfile.TemporaryDirectory() as folder:
         files = [_unpacked(file, Path(folder), source) for file in (files_in(path) if path.is_dir() else [path])]
-        recordings = [open_recording(file) for file in files]
+        recordings, problems, _ = opened(files)
+        source.notes += [f"{problem}; left out" for problem in problems]
         offsets = clock_offsets([recording.header for recording in recordings])
         nodes = [_node(recording, offset, source) for recording, offset in zip(recordings, offsets, strict=True)]
     sizes = {node.block_tokens: node.name for node in nodes if node.asked}
@@ -49,6 +54,8 @@ def read(source: Source) -> Workload:
         raise source.error(f"holds nodes with blocks of different sizes ({told}): give those of one cluster")
     prefixes = Prefixes()
     rows = [row for node in nodes for row in node.rows(prefixes)]
+    if not rows and all(tag_of(recording) == ClientBegan.__name__ for recording in recordings):
+        raise source.error("holds recordings of clients alone; give those of the decode nodes")
     return workload(path.name, sorted(rows, key=lambda row: row.at), source, next(iter(sizes), 0))
 
 
@@ -73,16 +80,20 @@ class _Node(NamedTuple):
 
 
 def _node(recording: Recording, offset_ns: int, source: Source) -> _Node:
-    name, records = recording.header.node, recording.raw()
+    name = recording.header.node
     asked: list[tuple[int, ev.GenerateAsked]] = []
     ended: dict[bytes, ev.EndRequest] = {}
     unknown = 0
+    if tag_of(recording) == ClientBegan.__name__:
+        return _Node(name)  # the nodes tell more
     try:
-        block_tokens = began(records)[0].core.block_size
+        core = began(recording)[0].core
     except Unreadable as e:
         source.notes.append(f"{recording.path.name}: {e}; left out")
         return _Node(name)
-    for record in records:
+    if not core.decodes:
+        return _Node(name)
+    for record in recording.raw():
         try:
             if record.kind == ev.GenerateAsked.__name__:
                 event = event_of(record)
@@ -95,10 +106,14 @@ def _node(recording: Recording, offset_ns: int, source: Source) -> _Node:
         except Unreadable:
             unknown += 1
     _tell(recording, unknown, source)
-    return _Node(name, block_tokens, tuple(asked), ended)
+    return _Node(name, core.block_size, tuple(asked), ended)
 
 
 def _tell(recording: Recording, unknown: int, source: Source) -> None:
+    if recording.gone:
+        source.notes.append(
+            f"{recording.path.name}: the {recording.gone} parts before it are gone, with what was asked"
+        )
     if recording.truncated:
         source.notes.append(f"{recording.path.name}: {recording.truncated}; used up to there")
     if recording.lost:
