@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pdbus.bus.messages import (
     Agent,
@@ -25,11 +25,14 @@ from pdbus.bus.messages import (
     Welcome,
 )
 
+from .interned import Interned, with_one, without
 from .scenario import Scenario
 from .search import Violation
-from .shell import Outputs, Packet, Read, Shell, Turn, request_id, request_number
+from .shell import Shell
+from .things import Outputs, Packet, Read, request_id
 
-T = TypeVar("T")
+GREETINGS = (Hello, Welcome, Agent)
+
 What = tuple[Any, ...]  # the name of a shell's method, and its arguments
 
 
@@ -52,20 +55,6 @@ class Move(NamedTuple):
     item: int = -1
     faults: int = 0
     costly: int = 0
-
-
-class Interned(Generic[T]):
-    """Values by number."""
-
-    def __init__(self) -> None:
-        self.values: list[T] = []
-        self._ids: dict[Any, int] = {}
-
-    def id(self, key: Any, value: T) -> int:
-        number = self._ids.setdefault(key, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
 
 
 class Effect(NamedTuple):
@@ -223,10 +212,7 @@ class Cluster:
 
     def apply(self, state: State, move: Move) -> State:
         """The state after a move. Raises Violation."""
-        after = self._after(state, move)
-        if after.faults == state.faults:
-            return self._checked(after)
-        return self._checked(after)
+        return self._checked(self._after(state, move))
 
     def _after(self, state: State, move: Move) -> State:
         kind, place, item = move.kind, move.place, move.item
@@ -234,18 +220,18 @@ class Cluster:
         match kind:
             case "deliver":
                 place, what = self._deliver[item]
-                state = state._replace(net=_without(state.net, item))
+                state = state._replace(net=without(state.net, item))
                 greets = isinstance(self._packets.values[item].message, Hello)
                 return self._settle(state, place, what) if greets else self._tell(state, place, what)
             case "drop":
-                return state._replace(net=_without(state.net, item))
+                return state._replace(net=without(state.net, item))
             case "duplicate":
                 return state._replace(net=tuple(sorted((*state.net, item))))
             case "sample":
-                return state._replace(reads=_with(_without(state.reads, item), self._sampled(item, state, place)))
+                return state._replace(reads=with_one(without(state.reads, item), self._sampled(item, state, place)))
             case "land" | "fail":
                 read = self._reads.values[item]
-                state = state._replace(reads=_without(state.reads, item))
+                state = state._replace(reads=without(state.reads, item))
                 return self._tell(state, self.names.index(read.reader), self._what(kind, read))
             case "crash" | "restart":
                 return self._reborn(state, place, keep=kind == "restart")
@@ -263,7 +249,8 @@ class Cluster:
         for place in range(self.scenario.prefill, len(self.names)):
             for answer in self.shell(state, place).answers.values():
                 if answer.failed > allowed:
-                    raise Violation(f"{answer.failed} attempts failed after {state.faults} faults, {state.costly} of them costly")
+                    cost = f"{state.faults} faults, {state.costly} of them costly"
+                    raise Violation(f"{answer.failed} attempts failed after {cost}")
         return state
 
     def _pass(self, state: State, place: int, ns: int) -> State:
@@ -274,7 +261,7 @@ class Cluster:
 
     def _tell(self, state: State, place: int, what: int) -> State:
         """One node is told one thing; its messages and reads are under way afterwards."""
-        effect = self._told.get((state.nodes[place], what)) or self._run(state.nodes[place], what)
+        effect = self._effect(state.nodes[place], what)
         return self._trimmed(self._merged(state, place, effect, effect.packets))
 
     def _settle(self, state: State, place: int, what: int) -> State:
@@ -282,8 +269,8 @@ class Cluster:
         pending = [(place, what)]
         while pending:
             place, what = pending.pop(0)
-            effect = self._told.get((state.nodes[place], what)) or self._run(state.nodes[place], what)
-            greetings = [p for p in effect.packets if isinstance(self._packets.values[p].message, (Hello, Welcome, Agent))]
+            effect = self._effect(state.nodes[place], what)
+            greetings = [p for p in effect.packets if isinstance(self._packets.values[p].message, GREETINGS)]
             state = self._merged(state, place, effect, tuple(p for p in effect.packets if p not in greetings))
             pending += [self._deliver[packet] for packet in greetings]
         return self._trimmed(state)
@@ -362,12 +349,17 @@ class Cluster:
 
     # ------------------------------------------------------------ numbers for things
 
+    def _effect(self, node: int, what: int) -> Effect:
+        """What comes of telling a node something; once found it is remembered."""
+        return self._told.get((node, what)) or self._run(node, what)
+
     def _run(self, node: int, what: int) -> Effect:
         shell = self._copy(node)
         outputs = self._do(shell, what)
         packets = tuple(self._packet(packet) for packet in outputs.packets)
         reads = tuple(self._reads.id(read, read) for read in outputs.reads)
-        done, valid = (tuple(self._leases.id(lease, lease) for lease in leases) for leases in (outputs.done, outputs.valid))
+        done = tuple(self._leases.id(lease, lease) for lease in outputs.done)
+        valid = tuple(self._leases.id(lease, lease) for lease in outputs.valid)
         effect = Effect(self._intern(shell), packets, reads, done, valid, outputs.reads_end)
         self._told[node, what] = effect
         return effect
@@ -389,11 +381,14 @@ class Cluster:
         return number
 
     def _intern(self, shell: Shell) -> int:
-        number = self._nodes.id(shell.key(), shell)
+        number = self._nodes.id(self._key(shell), shell)
         if number == len(self._blobs):
             self._blobs.append(pickle.dumps(shell, pickle.HIGHEST_PROTOCOL))
             self._menus.append(self._menu(shell))
         return number
+
+    def _key(self, shell: Shell) -> Any:
+        return shell.key()
 
     def _menu(self, shell: Shell) -> Menu:
         rows = shell.core.fetches.transfers.rows()
@@ -407,10 +402,13 @@ class Cluster:
 
     def _born(self, name: str, life: int) -> Shell:
         """A life whose own processes are up."""
-        shell = Shell(self.scenario, name, life)
+        shell = self._new(name, life)
         shell.worker_comes()
         shell.mover_comes()
         return shell
+
+    def _new(self, name: str, life: int) -> Shell:
+        return Shell(self.scenario, name, life)
 
     def describe(self, move: Move) -> str:
         """In words, for a trace."""
@@ -439,12 +437,3 @@ def _is_of_the_past(packet: Packet, shell: Shell) -> bool:
         if r is not None and r.attempts <= try_.attempt:
             return False
     return True
-
-
-def _without(items: tuple[int, ...], item: int) -> tuple[int, ...]:
-    index = items.index(item)
-    return items[:index] + items[index + 1 :]
-
-
-def _with(items: tuple[int, ...], item: int) -> tuple[int, ...]:
-    return tuple(sorted((*items, item)))

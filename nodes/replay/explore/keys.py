@@ -11,11 +11,12 @@ from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import Timers
 
 # What is counted, measured or configured; what a fault-free membership never looks at; what stands elsewhere as well.
-LEFT_OUT = frozenset(
-    "counters _config config _events _handlers _choose marks granted_ns _started_ns order _orders deadline_ns "
-    "last_heard_ns use_until_ns use_since_ns ping_ns remove_ns due_ns open_ns _load load "
-    "_owner _pool _scheduler _offers".split()
-)
+LEFT_OUT = frozenset((
+    "counters", "_config", "config", "_events", "_handlers", "_choose", "marks", "granted_ns", "order", "_orders",
+    "deadline_ns", "last_heard_ns", "use_until_ns", "use_since_ns", "ping_ns", "remove_ns", "due_ns", "open_ns",
+    "_load", "load", "_owner", "_pool", "_scheduler", "_offers",
+))  # fmt: skip
+SINCE = frozenset(("_started_ns",))  # times by key that were
 UNTIL = frozenset(("_avoided_until", "_reload_ns"))  # times by key
 NAMES_ONLY = frozenset(("_retired",))  # times by key that are hours away
 
@@ -41,6 +42,8 @@ class Keys:
         return tuple([self._named(name, item) for name, item in named.items() if name not in LEFT_OUT])
 
     def _named(self, name: str, value: Any) -> Any:
+        if name in SINCE:
+            return frozenset([(key, self._now - at) for key, at in value.items()])
         if name in UNTIL:
             return frozenset([(key, at - self._now) for key, at in value.items() if at > self._now])
         if name in NAMES_ONLY:

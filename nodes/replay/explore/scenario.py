@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_PREFILL, MOST_DECODE, MOST_REQUESTS, MOST_BLOCKS = 3, 2, 3, 4  # more is beyond any patience
+from pdbus.bus.errors import ConfigError
 
 FAULTS = {
     "drop": "a message is lost",
@@ -39,3 +39,12 @@ class Scenario(NamedTuple):
         if decodes:
             return self.decode_pool or self.requests * (3 * self.blocks + self.tokens)
         return self.prefill_pool or self.requests * self.decode * 2 * self.blocks
+
+
+def kinds_of(text: str) -> tuple[str, ...]:
+    """Of a list such as `drop,expiry`; all for an empty one. Raises ConfigError (`--kinds`)."""
+    wanted = [kind.strip() for kind in text.split(",") if kind.strip()]
+    unknown = [kind for kind in wanted if kind not in FAULTS]
+    if unknown:
+        raise ConfigError("--kinds", f"{unknown[0]!r} is not known; give {', '.join(FAULTS)}")
+    return tuple(kind for kind in FAULTS if kind in wanted or not wanted)

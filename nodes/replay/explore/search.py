@@ -188,7 +188,7 @@ def walk(model: Model[S, M], seed: int, moves_max: int = 400) -> Found[M] | None
     for _ in range(moves_max):
         moves = model.moves(state)
         if not moves:
-            break
+            return None if model.outcome(state) else Found(NO_CLEAN_END, tuple(trace))
         faults = [move for move in moves if move.faults]
         others = [move for move in moves if not move.faults]
         move = chooser.choice(faults if faults and (not others or chooser.random() < FAULT_SHARE) else others)
@@ -197,6 +197,35 @@ def walk(model: Model[S, M], seed: int, moves_max: int = 400) -> Found[M] | None
             state = model.apply(state, move)
         except Violation as e:
             return Found(str(e), tuple(trace))
+    return None
+
+
+def shortened(model: Model[S, M], found: Found[M]) -> Found[M]:
+    """A violation without the moves that it does not need: none of those that are left can be left out alone."""
+    moves, size = list(found.moves), len(found.moves) // 2
+    while size:
+        at = 0
+        while at < len(moves):
+            without = _played(model, moves[:at] + moves[at + size :])
+            if without is None:
+                at += size
+            else:
+                found, moves = without, list(without.moves)
+        size = min(size, len(moves)) // 2
+    return found
+
+
+def _played(model: Model[S, M], moves: Sequence[M]) -> Found[M] | None:
+    """The violation that these moves lead to, without those that cannot be made any more; None for none."""
+    state, made = model.initial(), list[M]()
+    for move in moves:
+        if move not in model.moves(state):
+            continue
+        made.append(move)
+        try:
+            state = model.apply(state, move)
+        except Violation as e:
+            return Found(str(e), tuple(made))
     return None
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pdbus.bus.errors import PdError
 from pdbus.bus.members import MembershipConfig
@@ -27,8 +26,9 @@ from pdbus.bus.messages import (
     Sampling,
 )
 from pdbus.bus.wire import Header, unpack_u32
-from pdbus.connector.handoff import Holder
+from pdbus.connector.handoff import HandoffConfig, Holder
 from pdbus.connector.ipc import StepRow
+from pdbus.connector.readable import unreadable
 
 from ... import events as ev
 from ...core import CoreConfig, NodeCore
@@ -38,83 +38,14 @@ from ...scheduler import Limits
 from .keys import Keys
 from .scenario import Scenario
 from .search import Violation
+from .things import Answer, Content, Outputs, Packet, Read, Turn, prompt_hashes, request_id, request_number
 
 NEVER_NS = 1 << 60  # the timers of a membership in which nobody is silent
 CREDIT = 1024
+TOMBSTONE_NS = HandoffConfig().tombstone_ns
+HELD = -1
 REQUEST_NS = 300_000_000_000
 TICKS_MAX = 4  # in a row that leave a deadline in the past: more is spinning
-
-Content = bytes | None  # the block's hash, that of the prompt up to its end; None for garbage
-
-
-class Packet(NamedTuple):
-    """A message on its way. `link` is that of the node which opened it; `inbound`: it goes to the other one."""
-
-    to: str
-    link: str
-    inbound: bool
-    header: Header
-    message: Any
-
-    def __str__(self) -> str:
-        return f"{self.message.KIND} {self.header.from_} -> {self.to}"
-
-
-class Read(NamedTuple):
-    """An open read: posted, then sampled at the owner, then landed here. `content` is what was sampled."""
-
-    reader: str
-    read: int
-    owner: str
-    incarnation: bytes
-    epoch: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-    content: tuple[Content, ...] | None = None
-
-
-class Outputs(NamedTuple):
-    """What came of telling a node something. `done`: leases that ended so; `valid`: those whose KV was taken as valid."""
-
-    packets: tuple[Packet, ...] = ()
-    reads: tuple[Read, ...] = ()
-    done: tuple[LeaseId, ...] = ()
-    valid: tuple[LeaseId, ...] = ()
-    reads_end: bool = False  # this node's mover is gone, and with it its reads
-
-
-class Turn(NamedTuple):
-    """One turn of a core, for a recording."""
-
-    event: ev.NodeEvent
-    now: int
-    effects: list[ev.NodeEffect]
-
-
-@dataclass
-class Answer:
-    """What a client has got."""
-
-    tokens: int = 0
-    first: bool = False
-    attempts: int = 0
-    failed: int = 0  # attempts
-    outcome: str = ""
-
-
-def prompt_hashes(scenario: Scenario, number: int) -> tuple[bytes, ...]:
-    """The block hashes of a request's prompt."""
-    whose = 0 if scenario.same_prompt else number
-    return tuple(f"{whose if place else 0}.{place}".encode() for place in range(scenario.blocks))
-
-
-def request_id(number: int, life: int) -> bytes:
-    """Unlike that of any other life of its node."""
-    return f"request {number} {life}".encode().ljust(16, b".")
-
-
-def request_number(request: bytes) -> int:
-    return int(request.split(b" ")[1])
 
 
 class Shell:
@@ -133,7 +64,7 @@ class Shell:
         self.prompts: dict[int, int] = {}  # by sequence: whose prompt
         self.memory: dict[int, Content] = {}
         self.answers: dict[bytes, Answer] = {}
-        self.leases: dict[tuple[Any, ...], bool] = {}  # by try: whether it has ended
+        self.leases: dict[tuple[Any, ...], int] = {}  # by try: when it has ended, HELD before
         self.links = 0
         self.open: tuple[str, ...] = ()  # links of ours
         self._closing: list[int] = []  # sequences, as soon as the step that is out has ended
@@ -143,7 +74,7 @@ class Shell:
         self.log: list[Turn] | None = None
 
     def configs(self) -> tuple[CoreConfig, Membership]:
-        return self.core_config(), Membership(self.membership_config())
+        return self.core_config(), Membership(self.membership_config(), unreadable)
 
     def core_config(self) -> CoreConfig:
         return CoreConfig(
@@ -172,7 +103,8 @@ class Shell:
     def mover_comes(self) -> Outputs:
         self.mover_up, self.starts_mover = True, False
         name = f"{self.name}/{self.life}/{self.mover_epoch}"
-        return self._hear(ev.MoverUp(agent=Agent(epoch=self.mover_epoch, name=name, blocks=self.core.pool.blocks)))
+        agent = Agent(epoch=self.mover_epoch, name=name, blocks=self.core.pool.blocks)
+        return self._hear(ev.MoverUp(agents=(agent,)))
 
     def deliver(self, packet: Packet) -> Outputs:
         message = packet.message
@@ -276,15 +208,17 @@ class Shell:
     def clean(self) -> bool:
         """Nothing of any request is left."""
         core = self.core
-        left = core.offers.rows() or core.fetches.rows() or core.scheduler.busy or not (self.worker_up and self.mover_up)
-        return ledger(core)[0] and not left and all(answer.outcome for answer in self.answers.values())
+        left = core.offers.rows() or core.fetches.rows() or core.scheduler.busy
+        up = self.worker_up and self.mover_up
+        return up and ledger(core)[0] and not left and all(answer.outcome for answer in self.answers.values())
 
     def key(self) -> Any:
         return (
             self.name, self.life, self.worker_up, self.mover_up, self.stopping, self.starts_worker, self.starts_mover,
             self.mover_epoch, self.step, Keys(self.now).of(self.tables), frozenset(self.prompts.items()),
             frozenset(self.memory.items()), Keys(self.now).of(self.answers), self.open, tuple(self._closing),
-            frozenset(self.leases.items()), Keys(self.now).of(self.core),
+            frozenset((key, self.now - at if at != HELD else HELD) for key, at in self._remembered().items()),
+            Keys(self.now).of(self.core),
         )  # fmt: skip
 
     # ------------------------------------------------------------ turns
@@ -311,19 +245,25 @@ class Shell:
         fetching = [r.request for r in self.core.requests.all() if r.state is State.FETCHING]
         try:
             effects = self.core.handle(event, self.now)
-            self.core.pool.check()
         except (PdError, AssertionError, LookupError, ValueError, TypeError, AttributeError) as e:
             if self.log is not None:
-                self.log.append(Turn(event, self.now, []))
+                self.log.append(Turn(event, self.now, [], e))
             raise Violation(f"{self.name}: {type(e).__name__}: {e}") from e
         if self.log is not None:
             self.log.append(Turn(event, self.now, effects))
+        self._check_pool()
         for effect in effects:
             carry_out = _CARRY_OUT.get(type(effect))
             if carry_out is not None:
                 carry_out(self, effect)
         for request in fetching:
             self._check_fetched(event, request, effects)
+
+    def _check_pool(self) -> None:
+        try:
+            self.core.pool.check()
+        except AssertionError as e:
+            raise Violation(f"{self.name}: the pool's books disagree: {e}") from e
 
     def _check_fetched(self, event: ev.NodeEvent, request: bytes, effects: list[ev.NodeEffect]) -> None:
         """KV is taken as valid on the prefill node's word alone, and is then the right KV."""
@@ -448,7 +388,7 @@ class Shell:
         if answer.outcome:
             raise Violation(f"{self.name}: a request ends as {e.reason!r} after it ended as {answer.outcome!r}")
         if answer.tokens != e.completion_tokens:
-            raise Violation(f"{self.name}: a request ends with {e.completion_tokens} tokens, of which {answer.tokens} came")
+            raise Violation(f"{self.name}: a request ends with {e.completion_tokens} tokens, {answer.tokens} came")
         answer.outcome = f"{e.reason} {e.code}".rstrip()
         answer.attempts = max(answer.attempts, e.timeline.attempts)
         self._close_sequence(e.seq)
@@ -483,21 +423,24 @@ class Shell:
         if e.topic != "lease":
             return
         key, began = (data["decode_node"], data["request"], data["attempt"]), e.event == "lease.began"
-        if self.leases.get(key) is not (None if began else False):
+        self.leases = self._remembered()
+        if began is (key in self.leases) or (not began and self.leases[key] != HELD):
             raise Violation(f"{self.name}: {e.event} of attempt {key[2]} a second time")
-        self.leases[key] = not began
+        self.leases[key] = HELD if began else self.now
         if not began and data["cause"] == "done":
             lease = LeaseId(
                 node=self.name, incarnation=self.incarnation, epoch=data["epoch"], generation=data["generation"]
             )
             self._out["done"].append(lease)
 
+    def _remembered(self) -> dict[tuple[Any, ...], int]:
+        """The leases of which their ledger knows."""
+        return {key: at for key, at in self.leases.items() if at == HELD or self.now - at < TOMBSTONE_NS}
+
 
 def _is_failure(effect: ev.NodeEffect, request: bytes) -> bool:
     return (
-        isinstance(effect, ev.Publish)
-        and effect.event == "attempt.failed"
-        and effect.data["request"] == request.hex()
+        isinstance(effect, ev.Publish) and effect.event == "attempt.failed" and effect.data["request"] == request.hex()
     )
 
 
