@@ -125,7 +125,6 @@ class Control:
             ipc.FromWorker,
             ipc.StopWorker(),
             directory=directory,
-            context=self._context,
             on_message=self._on_worker,
             on_exit=self._on_worker_exit,
             threads=config.threads,
@@ -143,7 +142,6 @@ class Control:
             ipc.FromMover,
             ipc.StopMover(),
             directory=directory,
-            context=self._context,
             on_message=self._on_mover,
             on_exit=self._on_mover_exit,
         )
