@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
+from pdbus.connector.joins import MoverJoin, MoversReady, WorkerJoin
 from pdbus.connector.layout import layout_of, rank_block_bytes
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
-from pdbus.connector.slab import Slab
+from pdbus.connector.slab import Slab, check_available
 
 from . import events as ev
 from . import report
@@ -44,6 +45,7 @@ from .children import HttpServer, Managed
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
+from .ranks import Ranks
 from .recording import NodeRecorder
 from .scheduler import Limits
 from .setup import Setup, set_up, worker_args
@@ -66,23 +68,25 @@ def run_node(config: NodeConfig) -> int:
 
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
-    slab = Slab.create(layout_of(setup.geometry, setup.blocks).region_bytes + setup.scratch_bytes)
+    check_available(setup.geometry.tp * setup.slab_bytes)
+    slabs = [Slab.create(setup.slab_bytes) for _ in range(setup.geometry.tp)]
     directory = RunDirectory(config.run_dir)
     try:
-        control = Control(config, setup, slab, directory.path)
+        control = Control(config, setup, slabs, directory.path)
         try:
             return await control.run()
         finally:
             await control.close()
     finally:
         directory.close()
-        slab.close()
+        for slab in slabs:
+            slab.close()
 
 
 class Control:
     """One node's process. `run` returns when the node has drained, or raises what ended it."""
 
-    def __init__(self, config: NodeConfig, setup: Setup, slab: Slab, directory: Path) -> None:
+    def __init__(self, config: NodeConfig, setup: Setup, slabs: Sequence[Slab], directory: Path) -> None:
         self.config = config
         self.setup = setup
         self.incarnation = secrets.token_bytes(16)
@@ -119,33 +123,49 @@ class Control:
         )
         self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
-        self.worker: Managed[ipc.FromWorker] = Managed(
+        self._slabs, self._directory = slabs, directory
+        self._worker_lives = 0
+        ranks = setup.geometry.tp
+        self.worker: Ranks[ipc.FromWorker, ipc.FromWorker] = Ranks(
+            ranks, self._make_worker, WorkerJoin, on_message=self._on_worker, on_exit=self._on_worker_exit
+        )
+        self.mover: Ranks[ipc.FromMover, ipc.FromMover | MoversReady] = Ranks(
+            ranks, self._make_mover, MoverJoin, on_message=self._on_mover, on_exit=self._on_mover_exit
+        )
+
+    def _make_worker(
+        self, rank: int, on_message: Callable[[ipc.FromWorker], None], on_exit: Callable[[Exit], None]
+    ) -> Managed[ipc.FromWorker]:
+        slab = self._slabs[rank]
+        return Managed(
             "pdbus.nodes.worker",
-            worker_args(config, setup, slab.path, slab.size_bytes),
+            worker_args(self.config, self.setup, slab.path, slab.size_bytes, rank),
             ipc.FromWorker,
             ipc.StopWorker(),
-            directory=directory,
+            directory=self._directory,
             context=self._context,
-            on_message=self._on_worker,
-            on_exit=self._on_worker_exit,
-            threads=config.threads,
+            on_message=on_message,
+            on_exit=on_exit,
+            threads=self.config.threads,
+            rank=rank,
         )
-        self.mover: Managed[ipc.FromMover] = Managed(
+
+    def _make_mover(
+        self, rank: int, on_message: Callable[[ipc.FromMover], None], on_exit: Callable[[Exit], None]
+    ) -> Managed[ipc.FromMover]:
+        slab, layout = self._slabs[rank], layout_of(self.setup.geometry, self.setup.blocks, rank)
+        return Managed(
             "pdbus.connector.mover",
             ipc.MoverArgs(
-                endpoint="",
-                slab_path=slab.path,
-                slab_bytes=slab.size_bytes,
-                layout=layout_of(setup.geometry, setup.blocks),
-                rank=0,
-                agent_name="",
+                endpoint="", slab_path=slab.path, slab_bytes=slab.size_bytes, layout=layout, rank=rank, agent_name=""
             ),
             ipc.FromMover,
             ipc.StopMover(),
-            directory=directory,
+            directory=self._directory,
             context=self._context,
-            on_message=self._on_mover,
-            on_exit=self._on_mover_exit,
+            on_message=on_message,
+            on_exit=on_exit,
+            rank=rank,
         )
 
     # ------------------------------------------------------------ life
@@ -154,8 +174,8 @@ class Control:
         """Start everything, serve, drain. Returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        await self.worker.start()
-        await self.mover.start(agent_name=self._agent_name(1))
+        await self._start_worker()
+        await self._start_mover(1)
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
@@ -363,18 +383,25 @@ class Control:
             self.post(ev.WorkerLost(problem=str(ended)))
 
     def _restart_worker(self, e: ev.RestartWorker) -> None:
-        self._start_again("worker", lambda: self.worker.start())
+        self._start_again("worker", self._start_worker)
+
+    async def _start_worker(self) -> None:
+        """Ranks meet in a file of their own for each life."""
+        self._worker_lives += 1
+        group = str(self._directory / f"group-{self._worker_lives}")
+        await self.worker.start(lambda rank: {"group": group})
 
     # ------------------------------------------------------------ the mover
 
-    def _on_mover(self, message: ipc.FromMover) -> None:
+    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
         match message:
-            case ipc.MoverReady():
+            case MoversReady(ranks=ranks):
                 self._starts["mover"] = 0
-                self.post(ev.MoverUp(agents=(self._agent(message),)))
+                self.post(ev.MoverUp(agents=tuple(self._agent(rank, ready) for rank, ready in enumerate(ranks))))
             case ipc.PeerAdded():
                 if message.problem:
                     log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
+                    self.mover.send(ipc.PeerRemove(peer=message.peer))  # where ranks have it all the same
                 self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
                 self.post(
@@ -394,19 +421,17 @@ class Control:
             case ipc.MoverFailed(setting=setting, problem=problem):
                 self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
 
-    def _agent_name(self, epoch: int) -> str:
-        return f"{self.config.name}/0/{self.incarnation.hex()}/{epoch}"
-
-    def _agent(self, ready: ipc.MoverReady) -> Agent:
+    def _agent(self, rank: int, ready: ipc.MoverReady) -> Agent:
         return Agent(
             epoch=int(ready.agent_name.rpartition("/")[2]),
+            rank=rank,
             name=ready.agent_name,
             metadata=ready.metadata,
             metadata_digest=prompt_digest(ready.metadata),
             base_address=ready.base_address,
             region_bytes=ready.region_bytes,
             blocks=self.setup.blocks,
-            layout=layout_of(self.setup.geometry, self.setup.blocks),
+            layout=layout_of(self.setup.geometry, self.setup.blocks, rank),
         )
 
     def _add_peer(self, e: ev.AddPeer) -> None:
@@ -434,12 +459,16 @@ class Control:
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self.core.healing:
             log.warning("mover: replaced, since too many blocks wait for reads that do not end")
-        if self.mover.pid:
+        if self.mover.running:
             if not self._mover_asked:
                 self._mover_asked = True
                 self._spawn(self.mover.stop())
         else:
-            self._start_again("mover", lambda: self.mover.start(agent_name=self._agent_name(e.epoch)))
+            self._start_again("mover", lambda: self._start_mover(e.epoch))
+
+    async def _start_mover(self, epoch: int) -> None:
+        name, incarnation = self.config.name, self.incarnation.hex()
+        await self.mover.start(lambda rank: {"agent_name": f"{name}/{rank}/{incarnation}/{epoch}"})
 
     # ------------------------------------------------------------ starting again
 
