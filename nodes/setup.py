@@ -47,11 +47,12 @@ def _coded(config: NodeConfig) -> Setup:
 
 
 def _torch(config: NodeConfig) -> Setup:
-    from .models.config import resolve_model
+    from .models.config import check_ranks, resolve_model
     from .models.fingerprint import weights_fingerprint
 
     resolved = resolve_model(config.model)
     model = resolved.config
+    check_ranks(model, config.tp)
     if config.max_model_len > model.max_positions:
         raise ConfigError(
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
