@@ -183,6 +183,8 @@ class Control:
             "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
             self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
         )  # fmt: skip
+        if (ranks := self.setup.geometry.tp) > 1:
+            log.info("%d ranks, a worker and a mover each", ranks)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         keep_what_is_loaded()

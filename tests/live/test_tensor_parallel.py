@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +117,28 @@ def test_greedy_tokens_are_those_of_one_rank_but_for_near_ties(
                 near_ties += 1
         lone.check_clean()
     record_property("near_ties", near_ties)
+
+
+@pytest.mark.long
+def test_workers_that_lose_one_of_them_compute_on_as_others(model: dict[str, Any]) -> None:
+    """The rest wait for it in the middle of a layer; they are ended, too."""
+    with lone_nodes(Ranked) as lone:
+        lone.begin({}, {"d": {}}, tp=2, deterministic=True, **model)
+        (node,) = lone.decode
+        asked: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+
+        async def killed(client: Client) -> list[int]:
+            generation = client.generate(prompt(30, "killed"), **asked)
+            ranks = (await client.status())["ranks"]
+            await anext(generation)
+            os.kill(ranks[1]["worker"], signal.SIGKILL)
+            async for _ in generation:
+                pass
+            return generation.tokens
+
+        tokens = lone.ask(node, killed)
+        assert tokens == lone.answer(lone.oracle, prompt(30, "killed"), **asked).tokens
+        lone.check_clean()
 
 
 def gap_at(lone: Ranked, ids: list[int], at: int) -> float:
