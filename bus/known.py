@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .members import MembershipConfig, Peer, PeerState
-from .messages import Agent, Heartbeat, Hello
+from .members import MembershipConfig, Peer, PeerState, SendOn
+from .messages import Agent, Heartbeat, Hello, Message
 
 UP, SUSPECT, DEAD, LEFT = PeerState.UP, PeerState.SUSPECT, PeerState.DEAD, PeerState.LEFT
 GREETING, REMOVING, REMOVED = PeerState.GREETING, PeerState.REMOVING, PeerState.REMOVED
@@ -34,7 +34,8 @@ PEERS: dict[tuple[PeerState, str], PeerState] = {
     (LEFT, "remove"): REMOVED,
     (REMOVING, "idle"): REMOVED,
     (REMOVING, "asked"): UP,  # nothing was said of it to the peer yet
-    (REMOVED, "asked"): LEFT,
+    (REMOVED, "asked"): GREETING,
+    (GREETING, "remove"): REMOVED,
 }
 
 ALIASES_MAX = 8
@@ -63,6 +64,7 @@ class Known:
     use_since_ns: int = 0  # silence counts from here at the earliest
     ping_ns: int = 0
     remove_ns: int = 0
+    removal: int = 0  # which command of the operator's removed it
     aliases: tuple[str, ...] = ()  # addresses that lead here too, beside the one that is called
 
     @property
@@ -84,8 +86,11 @@ class Known:
 
     def also_at(self, address: str) -> None:
         """The newest few: who adds ever more names of one node has a script that errs."""
-        if address not in self.aliases:
+        if address not in (self.hello.address, *self.aliases):
             self.aliases = (*self.aliases, address)[-ALIASES_MAX:]
+
+    def say(self, link: str, message: Message) -> SendOn:
+        return SendOn(link=link, kind=message.KIND, message=message, to=self.name, to_inc=self.incarnation)
 
     # ------------------------------------------------------------ silence
 

@@ -55,6 +55,7 @@ from .scratch import Scratch
 
 TURN_POST_NS = 2 * MS  # how long one round goes on posting
 WARM_UP_NS = 1_000 * MS  # after this a peer counts as added, warm or not
+ALONE_POLL_S = 0.001  # with control gone, until the last read has ended
 BLOCKED_POLL_MS = 250  # the longest sleep: signals and the death of control are noticed this late at worst
 
 
@@ -389,15 +390,18 @@ def run(args: MoverArgs, channel: ChildChannel[ToMover]) -> None:
 
 
 def serve(mover: Mover, channel: ChildChannel[ToMover]) -> None:
-    """The loop: messages, a turn, answers, sleep. Without control it stops in good order: a reader must not vanish."""
-    while not mover.stopped:
-        try:
+    """The loop: messages, a turn, answers, sleep. Without control it ends in good order: a reader must not vanish."""
+    try:
+        while not mover.stopped:
             for message in channel.poll(_poll_ms(mover.wait_ns())):
                 mover.handle(message)
             for said in mover.turn():
                 channel.send(said)
-        except Closed:
-            mover.handle(StopMover())
+    except Closed:
+        mover.handle(StopMover())
+        while not mover.stopped:
+            mover.turn()
+            time.sleep(ALONE_POLL_S)
 
 
 def _poll_ms(wait_ns: int | None) -> int:

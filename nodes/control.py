@@ -22,16 +22,15 @@ import zmq
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import Broken, ConfigError
-from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, FirstToken, Hello, Message, PrefillRequest, TryId
+from pdbus.bus.messages import FirstToken, Hello, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
-from pdbus.connector.joins import MoverJoin, MoversReady, WorkerJoin
-from pdbus.connector.layout import layout_of, rank_block_bytes
+from pdbus.connector.joins import MoversReady
+from pdbus.connector.layout import rank_block_bytes
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
@@ -41,14 +40,14 @@ from . import events as ev
 from . import report
 from .binding import bind_bus
 from .checks import check_first_tokens, checked_prompt
-from .children import HttpServer, Managed
+from .children import HttpServer
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
-from .ranks import Ranks
+from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
 from .scheduler import Limits
-from .setup import Setup, set_up, worker_args
+from .setup import Setup, set_up
 from .tokenizer import load_tokenizer
 
 STARTS_MAX = 3  # of a child in a row without becoming ready; then the node ends
@@ -123,50 +122,10 @@ class Control:
         )
         self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
-        self._slabs, self._directory = slabs, directory
+        self._directory = directory
         self._worker_lives = 0
-        ranks = setup.geometry.tp
-        self.worker: Ranks[ipc.FromWorker, ipc.FromWorker] = Ranks(
-            ranks, self._make_worker, WorkerJoin, on_message=self._on_worker, on_exit=self._on_worker_exit
-        )
-        self.mover: Ranks[ipc.FromMover, ipc.FromMover | MoversReady] = Ranks(
-            ranks, self._make_mover, MoverJoin, on_message=self._on_mover, on_exit=self._on_mover_exit
-        )
-
-    def _make_worker(
-        self, rank: int, on_message: Callable[[ipc.FromWorker], None], on_exit: Callable[[Exit], None]
-    ) -> Managed[ipc.FromWorker]:
-        slab = self._slabs[rank]
-        return Managed(
-            "pdbus.nodes.worker",
-            worker_args(self.config, self.setup, slab.path, slab.size_bytes, rank),
-            ipc.FromWorker,
-            ipc.StopWorker(),
-            directory=self._directory,
-            context=self._context,
-            on_message=on_message,
-            on_exit=on_exit,
-            threads=self.config.threads,
-            rank=rank,
-        )
-
-    def _make_mover(
-        self, rank: int, on_message: Callable[[ipc.FromMover], None], on_exit: Callable[[Exit], None]
-    ) -> Managed[ipc.FromMover]:
-        slab, layout = self._slabs[rank], layout_of(self.setup.geometry, self.setup.blocks, rank)
-        return Managed(
-            "pdbus.connector.mover",
-            ipc.MoverArgs(
-                endpoint="", slab_path=slab.path, slab_bytes=slab.size_bytes, layout=layout, rank=rank, agent_name=""
-            ),
-            ipc.FromMover,
-            ipc.StopMover(),
-            directory=self._directory,
-            context=self._context,
-            on_message=on_message,
-            on_exit=on_exit,
-            rank=rank,
-        )
+        self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
+        self.mover = movers(setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
 
     # ------------------------------------------------------------ life
 
@@ -397,9 +356,9 @@ class Control:
 
     def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
         match message:
-            case MoversReady(ranks=ranks):
+            case MoversReady():
                 self._starts["mover"] = 0
-                self.post(ev.MoverUp(agents=tuple(self._agent(rank, ready) for rank, ready in enumerate(ranks))))
+                self.post(ev.MoverUp(agents=agents_of(self.setup, message)))
             case ipc.PeerAdded():
                 if message.problem:
                     log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
@@ -422,19 +381,6 @@ class Control:
                 log.error("mover: %s", message.problem)
             case ipc.MoverFailed(setting=setting, problem=problem):
                 self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
-
-    def _agent(self, rank: int, ready: ipc.MoverReady) -> Agent:
-        return Agent(
-            epoch=int(ready.agent_name.rpartition("/")[2]),
-            rank=rank,
-            name=ready.agent_name,
-            metadata=ready.metadata,
-            metadata_digest=prompt_digest(ready.metadata),
-            base_address=ready.base_address,
-            region_bytes=ready.region_bytes,
-            blocks=self.setup.blocks,
-            layout=layout_of(self.setup.geometry, self.setup.blocks, rank),
-        )
 
     def _add_peer(self, e: ev.AddPeer) -> None:
         self.mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents))

@@ -6,8 +6,6 @@ import asyncio
 from types import TracebackType
 from typing import TypeVar
 
-import zmq
-
 from pdbus.bus.errors import Broken
 from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.messages import Agent, Geometry
@@ -79,7 +77,6 @@ class Movers:
 
     def __init__(self) -> None:
         self._directory = RunDirectory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._movers: list[LiveMover] = []
 
     async def __aenter__(self) -> Movers:
@@ -92,7 +89,6 @@ class Movers:
             await mover.process.stop()
             await mover.ended
             mover.slab.close()
-        self._context.destroy(linger=0)
         self._directory.close()
 
     async def start(self, agent_name: str, slab_bytes: int, block_bytes: int) -> LiveMover:
@@ -106,7 +102,7 @@ class Movers:
             layout=layout_of(geometry, slab_bytes // block_bytes),
         )  # fmt: skip
         process: Managed[FromMover] = Managed(
-            "pdbus.connector.mover", args, FromMover, StopMover(), directory=directory, context=self._context,
+            "pdbus.connector.mover", args, FromMover, StopMover(), directory=directory,
             on_message=lambda message: mover.heard.put_nowait(message),
             on_exit=lambda ended: mover.end(ended),
         )  # fmt: skip

@@ -135,6 +135,19 @@ def test_whatever_comes_the_rules_hold(steps: list[tuple[ms.MembershipEvent, int
         assert {p.name for p in m.peers()} <= set(watch.up)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(events, st.sampled_from((0, 1, 4, 61, 130))), max_size=25))
+def test_no_tick_leaves_a_deadline_in_the_past(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
+    """It would spin, at a full core: after a long pause of ours, say, or when a peer is back after a minute."""
+    m, now = machine(), 0
+    for event, seconds in steps:
+        now += seconds * S
+        m.handle(event, now)
+        m.handle(ms.Tick(), now)
+        due = m.next_deadline()
+        assert due is None or due > now
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=25), events)
 def test_a_rejected_event_changes_nothing(before: list[ms.MembershipEvent], event: ms.MembershipEvent) -> None:

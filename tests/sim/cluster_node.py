@@ -64,6 +64,7 @@ class SimNode:
         self.inbound: dict[str, Link] = {}
         self.over = False
         self.frozen_until = 0
+        self._waiting: deque[Callable[[], None]] = deque()  # what has reached it while it is frozen
         self._links: dict[str, Link] = {}
         self._by_seq: dict[int, Answer] = {}
         self._prompts: dict[TryId, tuple[int, ...]] = {}
@@ -98,13 +99,26 @@ class SimNode:
     # ------------------------------------------------------------ the loop
 
     def enter(self, do: Callable[[], None]) -> None:
-        """Something reaches this process: later, while it is frozen, and never, when it is over."""
+        """Something reaches this process: while it is frozen it waits, in order, and when it is over nothing comes."""
         if self.over:
             return
-        if self.frozen_until > self.world.now:
-            self.world.after(self.frozen_until - self.world.now, lambda: self.enter(do))
+        if not self._waiting and self.frozen_until <= self.world.now:
+            do()
             return
-        do()
+        if not self._waiting:
+            self._thaw_later()
+        self._waiting.append(do)
+
+    def _thaw_later(self) -> None:
+        self.world.after(self.frozen_until - self.world.now, self._thaw)
+
+    def _thaw(self) -> None:
+        """What has come meanwhile is heard in the order in which it came, unless another pause has begun."""
+        while self._waiting and not self.over:
+            if self.frozen_until > self.world.now:
+                self._thaw_later()
+                return
+            self._waiting.popleft()()
 
     def post(self, event: ev.NodeEvent) -> None:
         self._queue.append(event)
