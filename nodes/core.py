@@ -334,6 +334,7 @@ class NodeCore:
         self._ended(self.requests.worker_lost(in_step, now), now, out)
         out.append(ev.RestartWorker())
         if self.mover_up:
+            self.peers.mover_lost()  # it takes no new reads from now on
             out.append(ev.RestartMover(epoch=self.epoch))
 
     # ------------------------------------------------------------ mover

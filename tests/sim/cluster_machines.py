@@ -18,9 +18,9 @@ from pdbus.bus.wire import unpack_u32
 from pdbus.connector.handoff import Holder
 from pdbus.connector.ipc import RowResult, StepRow
 from pdbus.nodes import events as ev
+from pdbus.nodes.replay.explore.search import Violation
 
 from .cluster_world import MS, S, World
-from .nodes import Violation
 
 if TYPE_CHECKING:
     from .cluster_node import SimNode

@@ -22,12 +22,12 @@ from pdbus.connector.layout import geometry_for
 from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
+from pdbus.nodes.replay.explore.search import Violation
 from pdbus.nodes.report import ledger
 from pdbus.nodes.scheduler import Limits
 
 from .cluster_machines import Mover, Worker
 from .cluster_world import MS, Link, Packet, S, World
-from .nodes import Violation
 
 if TYPE_CHECKING:
     from .cluster_sim import Client, Cluster
