@@ -305,6 +305,7 @@ class Timeline(Declared):
     total_ns: int = 0
     read_bytes: int = 0
     mover_ns: int = 0  # time the reads took in the mover, from post to terminal status, summed
+    first_step_ns: int = 0  # lease.released to the decode node's first own token: its decode step within the handover
 
 
 class Finished(Message):

@@ -422,6 +422,7 @@ def test_the_end_tells_where_the_time_went() -> None:
     t = end.timeline
     assert (t.remote, t.prefill_node, t.attempts, t.queue_ns, t.prefill_ns, t.ttft_ns) == (True, "p", 1, 10, 20, 30)
     assert (t.read_ns, t.confirm_ns, t.handover_ns, t.itl_ns, t.total_ns) == (20, 5, 30, 30, 60)
+    assert t.first_step_ns == 15
     assert (t.read_bytes, t.mover_ns) == (64, 15)
 
 
