@@ -2,8 +2,9 @@
 
 Theory of operation. A *peer* is a node that has said hello to us or welcomed us; it is known by name, and exactly
 one of its incarnations is current. Only a hello (or the welcome that answers ours) on a new connection makes
-another one current; the old one is then retired for good, which is the one proof, beside a goodbye, that it is
-over. All that carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
+another one current; the old one is then retired, which is the one proof, beside a goodbye, that it is over. (Should
+it live, as when two nodes were given one name, it comes back by answering us once its successor has gone.) All that
+carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
 
 Every node calls what it was asked to join, and then whomever a welcome names: so all know the newcomer and it knows
 all, whichever member it joined. A decode node also calls back a prefill node that says hello, since decode nodes ask

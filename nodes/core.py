@@ -47,7 +47,7 @@ OWNER_MESSAGES = (
 )  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
-QUARANTINE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
+LATE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -119,7 +119,7 @@ class NodeCore:
             self._drain(ev.DrainAsked(), now, out)
         if self._reads and not self.mover_up:
             self._reads_are_over(now, out)
-        if self.mover_up and not self.healing and self._quarantine_is_full():
+        if self.mover_up and not self.healing and self._late_reads_hold_too_much():
             self._heal(now, out)
         for fetch in self.requests.admit(now):
             self._fetch(fetch, now, out)
@@ -241,6 +241,8 @@ class NodeCore:
 
     def _choose(self, r: Request, now: int) -> Source | None:
         """The prefill node for a request's next attempt, or None: computed here."""
+        if self.healing:  # its mover takes no new reads
+            return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
             return None
         return self.peers.next_source(now, lambda p: self._can_prefill(p, r))
@@ -365,9 +367,9 @@ class NodeCore:
         self._reads_are_over(now, out)
         out.append(ev.RestartMover(epoch=self.epoch))
 
-    def _quarantine_is_full(self) -> bool:
-        counts = self.pool.counts()
-        return counts.quarantined * QUARANTINE_SHARE_MAX > counts.total
+    def _late_reads_hold_too_much(self) -> bool:
+        """Those that are in time give their blocks back by themselves, however many were given up at once."""
+        return self.fetches.transfers.late_blocks() * LATE_SHARE_MAX > self.config.blocks
 
     def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
         """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""

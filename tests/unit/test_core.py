@@ -335,6 +335,26 @@ def test_a_mover_whose_reads_hold_too_many_blocks_for_good_is_replaced(decode: N
     assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
 
 
+def test_reads_that_are_given_up_in_time_cost_nobody_the_mover(decode: Node) -> None:
+    """A client that leaves while its long prompt is read would otherwise fail everyone's reads."""
+    decode.generate(tokens=20)
+    decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
+    (read,) = decode.got(ev.StartRead)
+    decode.hear(ev.CancelAsked(client="c"))
+    assert decode.core.pool.counts().quarantined == 5 and decode.got(ev.RestartMover) == []
+    decode.hear(ev.ReadEnded(read=read.read))
+    assert decode.core.pool.counts().quarantined == 0 and decode.core.epoch == 1
+
+
+def test_nothing_is_fetched_by_a_mover_that_is_being_replaced(decode: Node) -> None:
+    decode.generate(tokens=20)
+    decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
+    while not decode.core.healing:
+        decode.tick(S // 10)
+    decode.meet_ready("other")
+    assert decode.asks(1) == ""
+
+
 def test_a_first_token_that_comes_as_its_attempt_fails_is_not_sampled_again(decode: Node) -> None:
     decode.generate(tokens=8)
     decode.hear(ev.MoverLost(problem="killed", asked=False))
