@@ -19,7 +19,7 @@ from pdbus import __version__
 from .client_recorder import ClientBegan, ClientRecorder
 from .endpoint import Endpoint, Received
 from .errors import Broken, Closed, DeadlineExceeded, RequestError
-from .generation import CREDIT_TOKENS, Generation, Prompt, generate_message, sampling_of
+from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, sampling_of
 from .messages import (
     Cancel,
     Cancelled,
@@ -141,7 +141,7 @@ class Client:
         *,
         model: str = "",
         sampling: Sampling | None = None,
-        deadline_ms: int = 300_000,
+        deadline_ms: int = DEADLINE_MS,
         **options: Any,
     ) -> Generation:
         """Start a generation: text, chat messages or token ids. `options` are fields of Sampling, instead of it.

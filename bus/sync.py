@@ -12,7 +12,7 @@ import uvloop
 
 from .client import Client
 from .errors import Closed
-from .generation import CREDIT_TOKENS, Generation, Prompt
+from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt
 from .messages import Finished, LedgerReply, Outcome, Published, Sampling, Token
 from .subscription import Subscription
 
@@ -64,7 +64,7 @@ class SyncClient:
         *,
         model: str = "",
         sampling: Sampling | None = None,
-        deadline_ms: int = 300_000,
+        deadline_ms: int = DEADLINE_MS,
         **options: Any,
     ) -> SyncGeneration:
         """See Client.generate."""
