@@ -204,7 +204,9 @@ class Client:
     def subscribe(self, topics: Sequence[str] = ("",)) -> Subscription:
         """Follow events whose topic begins with one of `topics` (`<group>@<node>`, '' for all).
 
-        `async with client.subscribe(["node.load"]) as events: async for published in events: ...`
+        `async with client.subscribe(["request@decode-1"]) as events: async for published in events: ...`
+        Within `async with` it is in force: nothing that happens from then on is missed. Entering raises RequestError
+        for a topic that the node does not have, DeadlineExceeded when its port for events does not answer.
         """
         subscription = Subscription(self, topics)
         self._subscriptions = [*(s for s in self._subscriptions if not s.closed), subscription]
