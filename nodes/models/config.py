@@ -10,6 +10,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.wire import Declared
 from pdbus.connector.layout import heads_of
 
+from .cache import is_in_cache
 from .fields import Fields
 from .rope import RopeConfig, read_rope
 
@@ -51,16 +52,26 @@ def resolve_model(name_or_path: str) -> ResolvedModel:
     """Find a model and check it without reading its weights. Imports no torch.
 
     Takes a Hugging Face folder, a GGUF file (converted into the cache first) or the demo model's name (fetched
-    into the cache first). Raises ConfigError naming `--model` and what would be right.
+    into the cache first). Raises ConfigError naming `--model` and what would be right, or PD_CACHE.
     """
+    folder = _find_folder(name_or_path)
+    try:
+        config = _checked(folder)
+    except ConfigError as e:
+        if not is_in_cache(folder):
+            raise
+        raise ConfigError(e.setting, f"{e.problem}; delete {folder}, and it is made anew") from None
+    return ResolvedModel(folder=str(folder), name=_served_name(name_or_path), config=config)
+
+
+def _checked(folder: Path) -> ModelConfig:
     from .checkpoint import check_tensors, open_checkpoint
 
-    folder = _find_folder(name_or_path)
     config = read_config(folder)
     check_tensors(config, open_checkpoint(folder))
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError("--model", f"{folder} has no tokenizer.json")
-    return ResolvedModel(folder=str(folder), name=_served_name(name_or_path), config=config)
+    return config
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
@@ -75,12 +86,12 @@ def _find_folder(name_or_path: str) -> Path:
     if name_or_path in DEMO_NAMES:
         from .demo import fetch_demo_model
 
-        return fetch_demo_model()
+        return fetch_demo_model().resolve()
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         from .gguf import convert_to_cache
 
-        return convert_to_cache(path)
+        return convert_to_cache(path).resolve()
     if not path.is_dir():
         raise ConfigError(
             "--model",
