@@ -14,7 +14,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -96,11 +96,10 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, bar: Progress, task: Tas
 
 def _bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it meanwhile
+    for parent, _, files in os.walk(folder):  # which passes over folders that pip has removed meanwhile
+        for name in files:
+            with suppress(OSError):  # moved meanwhile
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
