@@ -116,7 +116,7 @@ def _fitting(text: str, param: str, each: TokenBytes, tokens_max: int | None) ->
     except UnicodeEncodeError as e:
         raise RequestError(f"character {e.start} is half of a surrogate pair, no valid text", param=param) from None
     if tokens_max is not None and (tokens := each.tokens_min(encoded)) > tokens_max:
-        raise too_long(tokens, tokens_max, param, "at least ")
+        raise too_long(tokens, tokens_max, param, "" if each == ONE_BYTE else "at least ")
     return encoded
 
 

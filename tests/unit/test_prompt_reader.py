@@ -134,8 +134,8 @@ def test_the_loop_goes_on_while_a_model_s_tokenizer_works(tmp_path: Any) -> None
 @pytest.mark.parametrize(
     ("asked", "param", "problem"),
     [
-        (text("x" * 11), "prompt", "the prompt has at least 11 tokens"),
-        (Generate(client_id="c", messages=({"role": "user", "content": "x" * 5},)), "messages", "at least 13 tokens"),
+        (text("x" * 11), "prompt", "the prompt has 11 tokens"),
+        (Generate(client_id="c", messages=({"role": "user", "content": "x" * 5},)), "messages", "has 13 tokens"),
         (Generate(client_id="c", tokens=pack_u32([7] * 11)), "prompt", "the prompt has 11 tokens"),
     ],
 )
