@@ -99,7 +99,7 @@ def _on_signals(cluster: Cluster, asked: asyncio.Event) -> Iterator[None]:
         asked.set()
         if signals == 2:
             for node in cluster.nodes:
-                node.signal(signal.SIGTERM)
+                node.signal(signal.SIGINT)  # means the same as SIGTERM: two of that could arrive as one
             loop.call_later(KILL_AFTER_S, kill)
         elif signals > 2:
             kill()

@@ -1,6 +1,6 @@
 """FakeNodeProcess: stands for `pd-node` where only its being a process matters. Listens where it was told, answers
 HTTP, says what it does, ends on SIGTERM. FAKE_NODE=<name>:<mode> makes one `die` at start,
-be `slow` (it ends at the second SIGTERM) or `stubborn` (at none).
+be `slow` (it ends at the second signal) or `stubborn` (at none).
 
 Run with `cluster`, it is `pd up` over such nodes."""
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-asked: list[str] = []  # one for each SIGTERM
+asked: list[str] = []  # one for each signal
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -24,7 +24,8 @@ def main() -> None:
     who, _, mode = os.environ.get("FAKE_NODE", "").partition(":")
     if who == name and mode == "die":
         sys.exit("--model: there is no such model")
-    signal.signal(signal.SIGTERM, lambda *_: stop(name, mode if who == name else ""))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop(name, mode if who == name else ""))
     open_port(int(options["--listen"].rpartition(":")[2]))
     if options["--http-port"] != "0":
         open_port(int(options["--http-port"]))
