@@ -223,6 +223,7 @@ class WorkerArgs(Declared):
     engine: str  # torch, coded
     model: str  # folder or file
     rank: int = 0  # of geometry.tp
+    group: str = ""  # a file that does not exist yet, where the ranks' workers meet
     threads: int = 1
     cpus: tuple[int, ...] = ()
     device: str = "cpu"

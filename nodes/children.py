@@ -45,8 +45,10 @@ class Managed(Generic[Received]):
         on_message: Callable[[Received], None],
         on_exit: Callable[[Exit], None],
         threads: int = 1,
+        rank: int = 0,
     ) -> None:
         self._module = module
+        self._name = f"{module.rpartition('.')[2]}-{rank}"
         self._args = args
         self._receives = receives
         self._stop = stop
@@ -67,7 +69,7 @@ class Managed(Generic[Received]):
     async def start(self, **changes: str) -> None:
         """Spawn it, with some of its arguments changed, on a fresh endpoint: no life hears what the last was told."""
         self._lives += 1
-        endpoint = endpoint_in(self._directory, f"{self._module.rpartition('.')[2]}-{self._lives}")
+        endpoint = endpoint_in(self._directory, f"{self._name}-{self._lives}")
         self._heard = self._stopping = False
         self._channel = ControlChannel(endpoint, self._receives, self._hear)
         args = replace(self._args, endpoint=endpoint, **changes)

@@ -312,7 +312,11 @@ class Intake:
                 "epoch": core.epoch,
                 "ready": not reasons,
                 "not_ready": reasons,
-                "pids": {"control": control.pid, "worker": control.worker.pid, "mover": control.mover.pid},
+                "pids": {"control": control.pid, "worker": control.worker.pids[0], "mover": control.mover.pids[0]},
+                "ranks": [
+                    {"worker": worker, "mover": mover}
+                    for worker, mover in zip(control.worker.pids, control.mover.pids, strict=True)
+                ],
                 "peers": report.peers(core),
                 "leases": core.offers.rows(),
                 "reads": core.fetches.rows(),

@@ -23,7 +23,7 @@ class Setup(Declared):
     max_model_len: int
     vocab_size: int
     blocks: int
-    scratch_bytes: int  # of a rank, beside its KV: where what is read in another order is permuted; 0: it reads nothing
+    slab_bytes: int  # of a rank: its KV and, if it reads any, scratch where what lies in another order is permuted
 
 
 def set_up(config: NodeConfig) -> Setup:
@@ -42,16 +42,17 @@ def _coded(config: NodeConfig) -> Setup:
         max_model_len=_model_len(config, CODED_MODEL_LEN, blocks),
         vocab_size=config.coded_vocab,
         blocks=blocks,
-        scratch_bytes=_scratch_bytes(config, geometry),
+        slab_bytes=_slab_bytes(config, geometry, blocks),
     )
 
 
 def _torch(config: NodeConfig) -> Setup:
-    from .models.config import resolve_model
+    from .models.config import check_ranks, resolve_model
     from .models.fingerprint import weights_fingerprint
 
     resolved = resolve_model(config.model)
     model = resolved.config
+    check_ranks(model, config.tp)
     if config.max_model_len > model.max_positions:
         raise ConfigError(
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
@@ -67,19 +68,20 @@ def _torch(config: NodeConfig) -> Setup:
         max_model_len=_model_len(config, model.max_positions, blocks),
         vocab_size=model.vocab,
         blocks=blocks,
-        scratch_bytes=_scratch_bytes(config, geometry),
+        slab_bytes=_slab_bytes(config, geometry, blocks),
     )
 
 
 def _geometry(config: NodeConfig, layers: int, kv_heads: int, head_dim: int) -> Geometry:
     made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype)
-    geometry = replace(made, layout=config.kv_layout)
+    geometry = replace(made, layout=config.kv_layout, tp=config.tp)
     layout_of(geometry, 1)
     return geometry
 
 
-def _scratch_bytes(config: NodeConfig, geometry: Geometry) -> int:
-    return 0 if config.role == "prefill" else scratch_bytes(layout_of(geometry, 1))
+def _slab_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> int:
+    layout = layout_of(geometry, blocks)
+    return layout.region_bytes + (0 if config.role == "prefill" else scratch_bytes(layout))
 
 
 def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
@@ -105,7 +107,7 @@ def _blocks(config: NodeConfig, geometry: Geometry) -> int:
     return blocks
 
 
-def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int) -> WorkerArgs:
+def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int, rank: int) -> WorkerArgs:
     return WorkerArgs(
         endpoint="",
         slab_path=slab_path,
@@ -114,6 +116,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         geometry=setup.geometry,
         engine=config.engine,
         model=setup.folder,
+        rank=rank,
         threads=config.threads,
         cpus=config.cpus,
         device=config.device,

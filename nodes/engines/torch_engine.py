@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, KVLayout, Sampling
-from pdbus.bus.wire import unpack_u32
+from pdbus.bus.wire import replace, unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
@@ -20,6 +20,7 @@ from pdbus.nodes.models.llama import Llama
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
+from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
 from .sampling import Draw, Drawn, sample
@@ -58,13 +59,15 @@ class TorchEngine:
         make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
+        group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         _check_geometry(args.geometry, model.config, args.dtype)
         self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
             self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
-            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make)
-            self._llama = Llama(model.config, weights, self._max_positions)
+            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make, group)
+            mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
+            self._llama = Llama(mine, weights, self._max_positions)
         self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
