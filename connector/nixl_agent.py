@@ -24,8 +24,8 @@ from pdbus.bus.errors import Broken, ConfigError, PdError
 
 from .agent import ReadDoubtful, ReadFailed
 from .apply import Runs
+from .flavours import NIXL_FLAVOURS
 
-FLAVOURS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # as nixl itself prefers them; all are alike for host memory
 WARM_UP_BYTES = 64
 
 _HINTS = (
@@ -146,7 +146,7 @@ def load_flavour() -> Any:
     """The API module of the installed NIXL flavour. Raises Broken when none can be loaded."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it reads this when imported, and logs to stdout
     problems = []
-    for flavour in FLAVOURS:
+    for flavour in NIXL_FLAVOURS:
         try:
             return importlib.import_module(f"{flavour}._api")
         except ImportError as e:

@@ -18,6 +18,7 @@ from pdbus.bus.ports import parse_address
 
 from .bench.cli import bench
 from .config import SETTINGS, load
+from .extras import EXTRAS, lacks
 from .options import AsJson, ConfigFile, group, takes_settings
 from .replay.cli import replay
 
@@ -166,6 +167,11 @@ def _run(chosen: typer.Typer, program: str) -> None:
         code = _complain(program, e, EXIT_BAD_INPUT)
     except PdError as e:
         code = _complain(program, e, EXIT_FAILED)
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        code = _complain(program, ConfigError("this", lacks(package)), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)

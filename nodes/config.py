@@ -240,10 +240,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("lease", "Hand-off", "TIME", values.duration(10**8, 3600 * 10**9), _LEASE_NS,
             "How long a prefill node keeps blocks that nobody renews.", "30s", "lease_ns"),
     Setting("renew", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),
-            lambda c, host: min(5 * 10**9, c["lease"] // 6), "How often a decode node renews.", "5s", "renew_ns"),
+            5 * 10**9, "How often a decode node renews.", "5s", "renew_ns"),
     Setting("claim", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),
-            lambda c, host: min(2 * 10**9, c["lease"] // 15),
-            "How long a decode node waits for a claim's answer, three times.", "2s", "claim_ns"),
+            2 * 10**9, "How long a decode node waits for a claim's answer, three times.", "2s", "claim_ns"),
     Setting("coded_layers", "Coded engine", "N", values.whole(1, 1024), 4, "Layers."),
     Setting("coded_kv_heads", "Coded engine", "N", values.whole(1, 1024), 2, "KV heads."),
     Setting("coded_head_dim", "Coded engine", "N", values.whole(1, 1024), 16, "Channels of a head."),
@@ -419,10 +418,16 @@ def _check_sizes(c: Chosen, given: _Given) -> None:
 
 
 def _check_timers(c: Chosen, given: _Given) -> None:
-    """A lease must outlive two lost renewals and the claim with its two repeats (design, section 9)."""
-    least = 3 * c["renew"] + 3 * c["claim"]
-    if c["lease"] < least:
-        problem = f"is too short: three renewals and three claims take {values.show_duration(least)}"
+    """A lease must outlive two lost renewals and the claim with its two repeats (design, section 9). The same for every
+    role: what one node of a pair keeps, the other renews."""
+    lease, renew, claim, least = (
+        values.show_duration(ns) for ns in (c["lease"], c["renew"], c["claim"], 3 * c["renew"] + 3 * c["claim"])
+    )
+    if c["lease"] < 3 * c["renew"] + 3 * c["claim"]:
+        problem = (
+            f"a lease of {lease} is too short: three renewals ({renew}) and three claims ({claim}) take {least}; "
+            "give a longer --lease, or a shorter --renew and --claim"
+        )
         raise given.error(problem, "lease", "renew", "claim")
 
 

@@ -22,6 +22,7 @@ from pdbus.bus.errors import PdError
 
 from .chat_stream import Answered, chat
 from .cluster import Cluster
+from .extras import need_node
 from .incident import explained, killed_in_mid_read, recording_folder
 from .node_process import NodeProcess
 from .tables import size
@@ -68,6 +69,7 @@ def run_demo() -> int:
     """0 when every token was equal and every block is back, else 1. Raises ConfigError when there is no model."""
     from .models.demo import fetch_demo_model
 
+    need_node("pd demo")
     console = Console(highlight=False)
     folder = fetch_demo_model()
     began_s = time.monotonic()

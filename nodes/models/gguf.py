@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pdbus.bus.errors import ConfigError
 
-from .cache import models_cache, new_folder
+from .cache import is_cached, models_cache, new_folder
 
 Array = NDArray[Any]
 CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
@@ -44,21 +44,25 @@ LAYER_NAMES = {
 
 
 def convert_to_cache(path: Path) -> Path:
-    """The cached conversion of one GGUF file, made if need be. Raises ConfigError naming `--model`."""
+    """The cached conversion of one GGUF file, made if need be. Raises ConfigError naming `--model`, or PD_CACHE when
+    the cache cannot be written."""
     target = models_cache() / f"{path.stem}-{_content_key(path)}"
-    if not (target / "config.json").is_file():
+    if not is_cached(target):
         with new_folder(target) as folder:
             convert(path, folder)
     return target
 
 
 def _content_key(path: Path) -> str:
-    with path.open("rb") as f:
-        size = f.seek(0, 2)
-        f.seek(0)
-        head = f.read(EDGE_BYTES)
-        f.seek(max(0, size - EDGE_BYTES))
-        return xxhash.xxh3_64_hexdigest(head + f.read(EDGE_BYTES) + str(size).encode())
+    try:
+        with path.open("rb") as f:
+            size = f.seek(0, 2)
+            f.seek(0)
+            head = f.read(EDGE_BYTES)
+            f.seek(max(0, size - EDGE_BYTES))
+            return xxhash.xxh3_64_hexdigest(head + f.read(EDGE_BYTES) + str(size).encode())
+    except OSError as e:
+        raise ConfigError("--model", f"cannot read {path}: {e.strerror}") from None
 
 
 def convert(path: Path, folder: Path, progress: Callable[[float], None] = lambda done: None) -> None:
@@ -77,7 +81,7 @@ def convert(path: Path, folder: Path, progress: Callable[[float], None] = lambda
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(meta, special))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 class _Metadata:

@@ -17,7 +17,8 @@ from torch.nn import functional
 from pdbus.nodes.engines.attention import Attend, KVCache, Plan
 from pdbus.nodes.engines.linear import Linear
 
-from .config import ModelConfig, RopeConfig
+from .config import ModelConfig
+from .rope import RopeConfig
 
 
 @dataclass(frozen=True)

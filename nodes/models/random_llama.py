@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from .cache import new_folder
+from .cache import is_cached, new_folder, unwritable
 from .checkpoint import expected_tensors
 from .config import parse_config
 
@@ -41,13 +42,19 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 def write_random_llama(folder: Path, size: Size = "58m") -> Path:
-    """Write the model into `folder` and return it; a folder that is already there is left as it is."""
-    if (folder / "config.json").is_file():
+    """Write the model into `folder` and return it; a folder that is already there is left as it is.
+
+    Raises ConfigError naming PD_CACHE, where such models are kept, when it cannot be written.
+    """
+    if is_cached(folder):
         return folder
     with new_folder(folder) as building:
         config = _config(size)
-        save_file(_tensors(config), building / "model.safetensors", metadata={"format": "pt"})
-        _tokenizer(config["vocab_size"]).save(str(building / "tokenizer.json"))
+        try:
+            save_file(_tensors(config), building / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as e:
+            raise unwritable(folder.parent, e) from None
+        (building / "tokenizer.json").write_text(_tokenizer(config["vocab_size"]).to_str(pretty=True), "utf-8")
         (building / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(config)))
         (building / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -48,13 +48,11 @@ def test_defaults() -> None:
     assert not (config.listen_asked or config.events_asked or config.http_port_asked or config.advertise_asked)
 
 
-def test_defaults_follow_the_device_the_batch_the_lease_and_the_machine() -> None:
+def test_defaults_follow_the_device_the_batch_and_the_machine() -> None:
     on_gpu = coded(device="cuda:1")
     assert (on_gpu.block_size, on_gpu.dtype) == (64, "bfloat16")
     small = coded(max_batch_tokens="32")
     assert (small.prefill_chunk, small.max_running) == (32, 32)
-    brief = coded(lease="3s")
-    assert (brief.renew_ns, brief.claim_ns) == (500 * 10**6, 200 * 10**6)
     assert coded(cpus="1,2").threads == 2
     little = load({"engine": "coded"}, host=Host(cpus=(0,), memory_bytes=GIB, run_dir="/tmp", name_suffix="0"))
     assert (little.kv_memory_bytes, little.threads) == (GIB // 4, 1)
@@ -136,7 +134,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(("text", "ns"), [("45s", 45 * 10**9), ("1500ms", 15 * 10**8), ("2m", 120 * 10**9)])
 def test_durations(text: str, ns: int) -> None:
-    assert coded(lease=text).lease_ns == ns
+    assert coded(lease=text, renew="10ms", claim="10ms").lease_ns == ns
 
 
 def test_asked_ports_are_told_from_default_ones() -> None:
@@ -193,8 +191,13 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"threads": "0"}, "--threads", "from 1"),
         ({"lease": "30"}, "--lease", "30s or 400ms"),
         ({"lease": "5ms"}, "--lease", "100ms to 1h"),
-        ({"lease": "2s", "renew": "1s"}, "--lease", "three renewals and three claims"),
-        ({"renew": "20s"}, "--renew", "three renewals and three claims"),
+        ({"lease": "2s", "renew": "1s"}, "--lease", "three renewals (1s) and three claims (2s) take 9s"),
+        (
+            {"renew": "20s"},
+            "--renew",
+            "a lease of 30s is too short: three renewals (20s) and three claims (2s) take 66s",
+        ),
+        ({"claim": "10s"}, "--claim", "three renewals (5s) and three claims (10s) take 45s"),
         ({"coded_vocab": "1"}, "--coded-vocab", "from 16"),
         ({"coded_step_ms": "nan"}, "--coded-step-ms", "milliseconds from 0"),
         ({"coded_token_us": "-1"}, "--coded-token-us", "microseconds from 0"),
@@ -211,3 +214,11 @@ def test_a_bad_value_is_one_line_that_names_the_setting_and_what_would_be_right(
     assert said.startswith(f"{setting}: ")
     assert hint in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_a_lease_is_held_against_renewals_and_claims_that_were_not_given(role: str) -> None:
+    """A prefill node with a lease of a second, beside a decode node that renews every five, lost every lease."""
+    assert refusal(role=role, lease="1s").startswith("--lease: a lease of 1s is too short: three renewals (5s)")
+    assert coded(role=role, lease="21s").lease_ns == 21 * 10**9
+    assert coded(role=role, lease="1s", renew="200ms", claim="100ms").lease_ns == 10**9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import zipfile
 from pathlib import Path
@@ -93,3 +94,55 @@ def test_who_comes_second_keeps_the_first_ones_folder(cache: Path) -> None:
             (early / "early").touch()
     assert [path.name for path in (cache / "m").iterdir()] == ["early"]
     assert [path.name for path in cache.iterdir()] == ["m"]
+
+
+@pytest.fixture(params=["PD_CACHE below a folder of the kernel's", "PD_CACHE is a file", "home cannot be written"])
+def no_cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A cache that cannot be made, even by root. Its folder."""
+    if "home" in request.param:
+        monkeypatch.delenv("PD_CACHE")
+        monkeypatch.setenv("HOME", "/proc/nobody")
+        return "/proc/nobody/.cache/pdbus/models"
+    root = Path("/proc/x") if "kernel" in request.param else tmp_path / "file"
+    if root.parent == tmp_path:
+        root.touch()
+    monkeypatch.setenv("PD_CACHE", str(root))
+    return str(root / "models")
+
+
+def test_a_cache_that_cannot_be_made_is_named_for_every_model(no_cache: str, tmp_path: Path) -> None:
+    """Usual in containers; each was a traceback of 54 lines or more."""
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+    for make in (
+        demo.fetch_demo_model,
+        lambda: resolve_model("smollm2-135m-instruct"),
+        lambda: resolve_model(str(gguf)),
+        lambda: write_random_llama(models_cache() / "random", "tiny"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^PD_CACHE: cannot write to {no_cache}: .*; set it to a folder"
+        ) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_named(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=f"PD_CACHE: cannot write to {cache}: No space left"), new_folder(cache / "m"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(cache.iterdir()) == []
+
+
+def test_no_home_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have no entry in passwd."""
+    monkeypatch.setenv("PD_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(ConfigError, match=r"PD_CACHE: .*home directory.* Set it to a folder"):
+        models_cache()
+
+
+def test_a_damaged_model_in_the_cache_is_to_be_deleted() -> None:
+    folder = write_random_llama(demo.demo_folder(), "tiny")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=f"is truncated.*; delete {folder}, and it is made anew"):
+        resolve_model("smollm2-135m-instruct")

@@ -13,19 +13,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes.engines.linear import Linear, plain
 from pdbus.nodes.models.checkpoint import open_checkpoint
-from pdbus.nodes.models.config import ModelConfig, RopeConfig, parse_config, resolve_model
+from pdbus.nodes.models.config import ModelConfig, parse_config, resolve_model
 from pdbus.nodes.models.fingerprint import weights_fingerprint
 from pdbus.nodes.models.loader import load_weights
 from pdbus.nodes.models.random_llama import write_random_llama
+from pdbus.nodes.models.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
     "intermediate_size": 128, "vocab_size": 384, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WEIGHTS = "model.safetensors"
 NORM, UP = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -81,7 +85,15 @@ def test_all_spellings_of_rope_mean_the_same(spelling: dict[str, Any]) -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_key_value_heads": 3}, "over 3 KV heads"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "weird"}, "rope_parameters": {"rope_theta": 1e4}}, "type 'weird' is not supported"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type 'yarn'"),
+        ({"rope_scaling": LINEAR, "rope_parameters": LLAMA3}, "rope type 'linear' and 'llama3'"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 10000 and 500000"),
+        ({"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_type is 'linear', but type is 'llama3'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor is 1, but must be more"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"sliding_window": 64, "max_position_embeddings": 128}, "sliding_window = 64"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -90,6 +102,74 @@ def test_what_cannot_be_computed_is_refused(change: dict[str, Any], problem: str
     with pytest.raises(ConfigError, match=problem) as caught:
         parse_config(LLAMA | change, {})
     assert caught.value.setting == "--model"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": LINEAR | {"rope_theta": 5e5}, "rope_parameters": {"rope_theta": 5e5}},
+        {"rope_scaling": {}, "rope_parameters": LINEAR},
+        {"rope_scaling": None, "rope_parameters": LINEAR | {"rope_theta": 2e5}, "rope_theta": 3e5},
+        {"rope_parameters": None, "rope_theta": 3e5},
+        {"rope_scaling": LLAMA3, "max_position_embeddings": 4096},
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 512}, "max_position_embeddings": 4096},
+    ],
+)
+def test_rope_is_read_as_transformers_reads_it(change: dict[str, Any]) -> None:
+    """A rope_scaling beside rope_parameters was passed over: another model was computed, without a word."""
+    theirs = getattr(LlamaConfig.from_dict(LLAMA | change), "rope_parameters", None)
+    if theirs is None:
+        pytest.skip("this version of transformers has no rope_parameters")
+    ours = parse_config(LLAMA | change, {}).rope
+    assert (ours.kind, ours.theta) == (theirs["rope_type"], theirs["rope_theta"])
+    assert ours.factor == theirs.get("factor", 1.0)
+    if ours.kind == "llama3":
+        assert ours.original_positions == theirs["original_max_position_embeddings"]
+
+
+WHOLE = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "num_hidden_layers", "vocab_size", "max_position_embeddings", "sliding_window",
+)  # fmt: skip
+NOT_WHOLE = ("x", "4", 1.5, True, [1], {}, -1, 0, 10**9 * 8)
+NOT_REAL = ("x", "1e-6", True, [1.0], {}, -1, 0, float("nan"), float("inf"), 10**400)
+NOT_SWITCH = ("false", 0, 1, [], {})
+NOT_IDS = ("x", "2", 1.5, True, {}, [[2]], [2, "x"], -1, 384, 10**9)
+WRONG = {
+    **dict.fromkeys(WHOLE, NOT_WHOLE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor"), NOT_REAL),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), NOT_SWITCH),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), ("x", 4, [1], True)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), NOT_IDS),
+    "hidden_act": (1, [], {}),
+    "architectures": ("LlamaForCausalLM", 5, {"a": 1}, True, [None], [[]]),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_of_a_wrong_type_or_range_is_named(key: str) -> None:
+    """Each of these was a traceback, or was taken and computed something else."""
+    for value in WRONG[key]:
+        with pytest.raises(ConfigError, match=f"config.json: {key}|config.json: architecture") as caught:
+            parse_config(LLAMA | {key: value}, {})
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "rope_theta", "original_max_position_embeddings"])
+def test_a_wrong_value_within_the_rope_settings_is_named(key: str) -> None:
+    for value in NOT_REAL:
+        with pytest.raises(ConfigError, match=f"config.json: rope_scaling.{key} is "):
+            parse_config(LLAMA | {"rope_scaling": LLAMA3 | {key: value}}, {})
+
+
+@pytest.mark.parametrize("value", NOT_IDS)
+def test_a_wrong_end_in_generation_config_is_named(value: object) -> None:
+    """An end outside of the vocabulary would be an index out of range in every step."""
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: eos_token_id is .* but must be a token id, 0 to 383"
+    ):
+        parse_config(LLAMA, {"eos_token_id": value})
 
 
 def test_resolving_a_model_imports_no_torch(original: Path) -> None:
@@ -131,6 +211,7 @@ def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda folder: (folder / "config.json").write_text("[1]"), "holds no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot read .*config.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
         (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is no safetensors file, or is damaged"),
