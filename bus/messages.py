@@ -347,6 +347,7 @@ class PrefillRequest(Message):
     deadline_ms: int
     prompt_tokens: int
     prompt_digest: bytes  # xxh3_128 of the ids
+    digests: bool = False  # whether block_digests are wanted
 
 
 class PrefillAccepted(Message):
@@ -359,6 +360,7 @@ class PrefillAccepted(Message):
     blocks: bytes = b""  # u32, cumulative: exactly those that hold tokens have..ready
     finished: bool = False
     first_token: bytes | None = None
+    block_digests: bytes = b""
 
 
 class PrefillProgress(Message):
@@ -370,7 +372,12 @@ class PrefillProgress(Message):
 
 
 class PrefillDone(Message):
-    """`first_token` is an encoded FirstToken, none under skip-sampling; opaque to the machines."""
+    """`first_token` is an encoded FirstToken, none under skip-sampling; opaque to the machines.
+
+    `block_digests`, if they were asked for: for each of `blocks` and each layer in it 8 bytes, little-endian, of its
+    tokens from `have` on: the exclusive or, over parts and heads, of the xxh3_64 of the tokens' rows in order, with the
+    seed 2 * head + part. It does not depend on how the rows lie.
+    """
 
     KIND = "prefill.done"
     try_: TryId
@@ -379,6 +386,7 @@ class PrefillDone(Message):
     blocks: bytes
     first_token: bytes | None = None
     prefill_ns: int = 0  # how long the prefill node computed
+    block_digests: bytes = b""
 
 
 class FirstToken(Declared):
@@ -443,6 +451,7 @@ class RenewedEntry(Declared):
     blocks: bytes = b""
     finished: bool = False
     first_token: bytes | None = None
+    block_digests: bytes = b""
 
 
 class LeaseRenewed(Message):

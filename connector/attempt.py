@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdbus.bus.errors import LocalProtocolError
-from pdbus.bus.messages import LeaseId, PrefillAccepted, PrefillDone, PrefillProgress, RenewedEntry, TryId
+from pdbus.bus.messages import (
+    LeaseId,
+    PrefillAccepted,
+    PrefillDone,
+    PrefillProgress,
+    PrefillRequest,
+    RenewedEntry,
+    TryId,
+)
 
-from .handoff import FetchAsked
+from .handoff import CheckKv, FetchAsked
 from .transfer import Peer
 
 ID_BYTES = 4  # of a block id on the wire
+MS = 1_000_000
+DIGEST_BYTES = 8  # of one block's KV in one layer
 
 Announcement = PrefillAccepted | PrefillProgress | PrefillDone
 
@@ -61,6 +71,7 @@ class Why(StrEnum):
     PROTOCOL = "protocol"
     READ_FAILED = "read failed"
     READ_OVERDUE = "read overdue"
+    WRONG_DIGEST = "wrong digest"
     PEER_BLOCKED = "peer has an overdue read"
     MOVER_REAPED = "own mover lost"
     OWNER_SILENT = "prefill node silent"
@@ -69,6 +80,14 @@ class Why(StrEnum):
     INVALID = "claim invalid"
     UNCONFIRMED = "claim not answered"
     DEADLINE = "deadline"
+
+
+class Check(StrEnum):
+    """Of what was read, against its digests."""
+
+    DUE = "due"
+    OUT = "out"
+    PASSED = "passed"
 
 
 class Failure(NamedTuple):
@@ -92,6 +111,7 @@ FAILURES: dict[Why, Failure] = {
     Why.PROTOCOL: Failure(_READING, cancel=True, suspect=True),
     Why.READ_FAILED: Failure(_READING, cancel=True, suspect=True),
     Why.READ_OVERDUE: Failure(_READING, cancel=True, suspect=True),
+    Why.WRONG_DIGEST: Failure(_READING, cancel=True, suspect=True),
     Why.PEER_BLOCKED: Failure(_READING, cancel=True, suspect=True),
     Why.MOVER_REAPED: Failure(_READING, cancel=True, suspect=False),
     Why.OWNER_SILENT: Failure(_BOTH, cancel=True, suspect=True),
@@ -129,10 +149,40 @@ class Fetch:
     reading: dict[int, None] = field(default_factory=dict)  # open reads of this attempt
     asks: int = 0
     claims: int = 0
+    digests: bytes = b""  # as announced, of what is read
+    check: Check = Check.DUE
 
     @property
     def peer(self) -> Peer:
         return self.asked.node, self.asked.incarnation
+
+    def request(self, now_ns: int, *, digests: bool) -> PrefillRequest:
+        """What P is asked."""
+        asked = self.asked
+        return PrefillRequest(
+            try_=self.try_,
+            sampling=asked.sampling,
+            have=asked.have,
+            deadline_ms=max(1, (asked.deadline_ns - now_ns) // MS),
+            prompt_tokens=asked.prompt_tokens,
+            prompt_digest=asked.prompt_digest,
+            digests=digests,
+        )
+
+    def row(self, target_size: int) -> dict[str, Any]:
+        """For status and ledger."""
+        return {
+            "request": self.try_.request.hex(),
+            "attempt": self.try_.attempt,
+            "node": self.asked.node,
+            "generation": self.lease.generation if self.lease else 0,
+            "state": self.state.value,
+            "ready": self.ready,
+            "prompt_tokens": self.asked.prompt_tokens,
+            "blocks_posted": -(-(self.posted - self.asked.have) // target_size),
+            "reads": len(self.reading),
+            "first_token": self.first_token is not None,
+        }
 
     def consistent(self, told: RenewedEntry) -> bool:
         """As many blocks as `ready` says, and none that differs from what was announced before."""
@@ -155,6 +205,21 @@ class Fetch:
         first = begin // self.asked.source_size - self.asked.have // self.asked.source_size
         return self.source[ID_BYTES * first : ID_BYTES * self._source_place(end)]
 
+    def check_kv(self, layers: int, target_size: int) -> CheckKv | None:
+        """What has to be checked before the claim; None when the digests of so many layers did not come."""
+        asked = self.asked
+        if len(self.digests) != DIGEST_BYTES * layers * self._source_place(asked.prompt_tokens):
+            return None
+        return CheckKv(
+            request=asked.request,
+            attempt=asked.attempt,
+            blocks=asked.blocks[asked.have // target_size :],
+            begin=asked.have,
+            end=asked.prompt_tokens,
+            size=asked.source_size,
+            digests=self.digests,
+        )
+
     def _announced(self, ready: int) -> int:
         """Tokens in blocks that are announced: whole ones, and the partial last one at the end."""
         return ready if ready == self.asked.prompt_tokens else ready - ready % self.asked.source_size
@@ -175,6 +240,7 @@ def snapshot_of(told: Announcement) -> RenewedEntry:
         blocks=told.blocks,
         finished=isinstance(told, PrefillDone) or (isinstance(told, PrefillAccepted) and told.finished),
         first_token=None if isinstance(told, PrefillProgress) else told.first_token,
+        block_digests=b"" if isinstance(told, PrefillProgress) else told.block_digests,
     )
 
 

@@ -39,7 +39,6 @@ from pdbus.bus.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillProgress,
-    PrefillRequest,
     RenewedEntry,
     RenewEntry,
     StalePeer,
@@ -53,6 +52,7 @@ from .attempt import (
     OVER,
     TRANSITIONS,
     Announcement,
+    Check,
     Clock,
     Fetch,
     FetchState,
@@ -73,6 +73,7 @@ from .handoff import (
     FetchTick,
     FirstTokenKnown,
     HandoffConfig,
+    KvChecked,
     MoverReaped,
     OwnerEpoch,
     OwnerGone,
@@ -89,7 +90,6 @@ from .timers import Timers
 from .transfer import Heard, Peer, Transfers
 
 ASKS_MAX = 2  # the request and one repeat; a third silence in a row would cost more than another node
-MS = 1_000_000
 
 
 class Fetches:
@@ -122,6 +122,8 @@ class Fetches:
                 return self._read_ended(event.read, Heard.FAILED, Why.READ_FAILED, now_ns)
             case ReadOverdue():
                 return self._read_ended(event.read, Heard.OVERDUE, Why.READ_OVERDUE, now_ns)
+            case KvChecked():
+                return self._kv_checked(event, now_ns)
             case MoverReaped():
                 return self._mover_reaped(now_ns)
             case OwnerGone():
@@ -149,22 +151,7 @@ class Fetches:
 
     def rows(self) -> list[dict[str, Any]]:
         """Every request known here, for status and ledger; open reads are in `transfers.rows()`."""
-        return [
-            {
-                "request": request.hex(),
-                "attempt": fetch.try_.attempt,
-                "node": fetch.asked.node,
-                "generation": fetch.lease.generation if fetch.lease else 0,
-                "state": fetch.state.value,
-                "ready": fetch.ready,
-                "prompt_tokens": fetch.asked.prompt_tokens,
-                "blocks_posted": -(-fetch.posted // self._owner.block_size)
-                - fetch.asked.have // self._owner.block_size,
-                "reads": len(fetch.reading),
-                "first_token": fetch.first_token is not None,
-            }
-            for request, fetch in self._fetches.items()
-        ]
+        return [fetch.row(self._owner.block_size) for fetch in self._fetches.values()]
 
     # ------------------------------------------------------------ an attempt begins
 
@@ -191,14 +178,7 @@ class Fetches:
         fetch.asks += 1
         asked = fetch.asked
         self._clocks.set((Clock.ANSWER, asked.request), now_ns + self._config.answer_ns)
-        request = PrefillRequest(
-            try_=fetch.try_,
-            sampling=asked.sampling,
-            have=asked.have,
-            deadline_ms=max(1, (asked.deadline_ns - now_ns) // MS),
-            prompt_tokens=asked.prompt_tokens,
-            prompt_digest=asked.prompt_digest,
-        )
+        request = fetch.request(now_ns, digests=self._config.digest_layers > 0)
         return Ask(link=asked.link, to=asked.node, to_inc=asked.incarnation, message=request)
 
     # ------------------------------------------------------------ what the prefill node says
@@ -323,7 +303,7 @@ class Fetches:
             fetch.first_token = told.first_token
             effects.append(FirstTokenKnown(request=request, attempt=attempt, payload=told.first_token))
         if told.finished and not fetch.finished:
-            fetch.finished = True
+            fetch.finished, fetch.digests = True, told.block_digests
             effects.append(PrefillFinished(request=request, attempt=attempt, prefill_ns=prefill_ns))
         return effects
 
@@ -376,11 +356,26 @@ class Fetches:
 
     def _claim_if_complete(self, fetch: Fetch, now_ns: int) -> list[FetchEffect]:
         """R6: all chunks announced, all reads done; nothing is posted under this lease afterwards."""
-        if fetch.state is not FetchState.READING or not fetch.finished or fetch.reading:
+        if fetch.state is not FetchState.READING or not fetch.finished or fetch.reading or fetch.check is Check.OUT:
             return []
+        if self._config.digest_layers and fetch.check is Check.DUE and fetch.asked.have < fetch.asked.prompt_tokens:
+            fetch.check = Check.OUT
+            check = fetch.check_kv(self._config.digest_layers, self._owner.block_size)
+            return [check] if check else self._fail(fetch, Why.PROTOCOL, now_ns, f"{Why.PROTOCOL}: no digests came")
         fetch.state = TRANSITIONS[fetch.state, Step.COMPLETE]
         finished = ReadsFinished(request=fetch.try_.request, attempt=fetch.try_.attempt)
         return [self._claim(fetch, now_ns), finished]
+
+    def _kv_checked(self, event: KvChecked, now_ns: int) -> list[FetchEffect]:
+        fetch = self._fetches.get(event.request)
+        if fetch is None or fetch.try_.attempt != event.attempt or fetch.check is not Check.OUT:
+            self.counters["check.late"] += 1
+            return []
+        fetch.check = Check.PASSED
+        self.counters["digest.wrong" if event.problem else "digest.right"] += 1
+        if event.problem:
+            return self._fail(fetch, Why.WRONG_DIGEST, now_ns, f"{Why.WRONG_DIGEST}: {event.problem}")
+        return self._claim_if_complete(fetch, now_ns)
 
     def _claim(self, fetch: Fetch, now_ns: int) -> Say:
         assert fetch.lease is not None

@@ -74,6 +74,7 @@ class HandoffConfig(Declared):
     read_factor: int = 20
     block_bytes: int = 0  # of one KV block, for the expected time of a read; 0: the floor alone
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
+    digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
 
 
 # ---------------------------------------------------------------- P: what Offers hears
@@ -110,6 +111,7 @@ class ChunkComputed(OfferEvent):
     last: bool = False
     first_token: bytes | None = None
     prefill_ns: int = 0
+    digests: bytes = b""  # of the blocks that this chunk has filled
 
 
 class WritesEnded(OfferEvent):
@@ -183,6 +185,7 @@ class StartPrefill(OfferEffect):
     blocks: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     sampling: Sampling
+    digest_from: int = -1  # KV digests are wanted of tokens from here on; -1: of none
 
 
 class StopPrefill(OfferEffect):
@@ -285,6 +288,14 @@ class OwnerEpoch(FetchEvent):
     epoch: int
 
 
+class KvChecked(FetchEvent):
+    """The answer to CheckKv. `problem` names the first block and layer whose digest is another, '' if none is."""
+
+    request: bytes
+    attempt: int
+    problem: str = ""
+
+
 class FetchLeft(FetchEvent):
     """The request needs this no longer: cancelled by the client, past its deadline, or ended by its first token."""
 
@@ -331,6 +342,18 @@ class PostRead(FetchEffect):
     end: int
     source: tuple[int, ...]
     target: tuple[int, ...]
+
+
+class CheckKv(FetchEffect):
+    """All is read: digest tokens `begin` to `end` in `blocks`, cut as if in blocks of `size`, and compare."""
+
+    request: bytes
+    attempt: int
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    size: int
+    digests: bytes
 
 
 class FirstTokenKnown(FetchEffect):

@@ -22,6 +22,7 @@ class SeqOpen(ToWorker):
     seq: int
     prompt: bytes  # u32
     sampling: Sampling
+    digest_from: int = -1  # report KV digests of the prompt's blocks, of the tokens from here on; -1: of none
 
 
 class SeqForce(ToWorker):
@@ -55,6 +56,17 @@ class Step(ToWorker):
     rows: tuple[StepRow, ...]
 
 
+class DigestKv(ToWorker):
+    """Digest what stands in `blocks` (u32) of tokens `begin` to `end`, the first of them the one that holds `begin`, as
+    if blocks were of `size` tokens. Answered by KvDigested."""
+
+    check: int
+    blocks: bytes
+    begin: int
+    end: int
+    size: int
+
+
 class ProbeWorker(ToWorker):
     """Asks for a WorkerAlive: /health/ready is a round trip through the worker."""
 
@@ -81,18 +93,25 @@ class WorkerReady(FromWorker):
 
 
 class RowResult(Declared):
-    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else ''."""
+    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else ''.
+    `digests` are those of the prompt's blocks that this row has filled (nodes/digests.py), if they are wanted."""
 
     seq: int
     token: int = -1
     logprob: TokenLogprob | None = None
     wrong_kv: str = ""
+    digests: bytes = b""
 
 
 class StepDone(FromWorker):
     step: int
     rows: tuple[RowResult, ...]
     compute_ns: int
+
+
+class KvDigested(FromWorker):
+    check: int
+    digests: bytes
 
 
 class WorkerAlive(FromWorker):

@@ -8,11 +8,14 @@ nothing.
 | the first part failed, others open  | at once: the read is doubtful. So the request hears of it, and hears it once,  |
 |                                     | while its blocks stay as they are until the last part may write no more        |
 | failed                              | at once                                                                        |
+
+Digests of KV (nodes/digests.py) are joined by exclusive or, as they are made: each rank's are of its own heads. Of
+ranks with copies of one head the first counts, and a copy that differs from it makes the joined digest a wrong one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 from pdbus.bus.wire import Declared, replace
@@ -20,6 +23,7 @@ from pdbus.bus.wire import Declared, replace
 from .ipc import (
     FromMover,
     FromWorker,
+    KvDigested,
     MoverAlive,
     MoverFailed,
     MoverReady,
@@ -64,10 +68,12 @@ class Gather(Generic[T]):
 
 
 class WorkerJoin:
-    """Of one life of all workers: another life needs another join."""
+    """Of one life of all workers: another life needs another join. `copies` ranks hold each KV head."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, copies: int = 1) -> None:
         self._ranks = ranks
+        self._copies = copies
+        self._digested: Gather[KvDigested] = Gather(ranks)
         self._ready: Gather[WorkerReady] = Gather(ranks)
         self._steps: Gather[StepDone] = Gather(ranks)
         self._alive: Gather[WorkerAlive] = Gather(ranks)
@@ -82,29 +88,42 @@ class WorkerJoin:
                 return [replace(ready[0], load_ns=max(r.load_ns for r in ready))] if ready else []
             case StepDone(step=step):
                 done = self._steps.hear(step, rank, message)
-                return [_step(done)] if done else []
+                return [self._step(done)] if done else []
+            case KvDigested(check=check):
+                digested = self._digested.hear(check, rank, message)
+                each = [d.digests for d in digested]
+                differ = [_xor([each[r], each[r - r % self._copies]]) for r in range(len(each)) if r % self._copies]
+                joined = _xor([*each[:: self._copies], *differ])
+                return [KvDigested(check=check, digests=joined)] if digested else []
             case WorkerAlive(probe=probe):
                 return list(self._alive.hear(probe, rank, message)[:1])
             case WorkerFailed(problem=problem) if self._ranks > 1:
                 return [replace(message, problem=f"rank {rank}: {problem}")]
         return [message]
 
+    def _step(self, done: tuple[StepDone, ...]) -> StepDone:
+        """What rank 0 sampled; all ranks must have sampled the same, and found no wrong KV."""
+        rows = tuple(self._row(rows) for rows in zip(*(d.rows for d in done), strict=True))
+        return StepDone(step=done[0].step, rows=rows, compute_ns=max(d.compute_ns for d in done))
 
-def _step(done: tuple[StepDone, ...]) -> StepDone:
-    """What rank 0 sampled; all ranks must have sampled the same, and found no wrong KV."""
-    rows = tuple(_row(rows) for rows in zip(*(d.rows for d in done), strict=True))
-    return StepDone(step=done[0].step, rows=rows, compute_ns=max(d.compute_ns for d in done))
+    def _row(self, rows: tuple[RowResult, ...]) -> RowResult:
+        if len(rows) == 1:
+            return rows[0]
+        first = rows[0]
+        for rank, row in enumerate(rows):
+            if row.wrong_kv:
+                return replace(first, wrong_kv=f"rank {rank}: {row.wrong_kv}")
+            if row.token != first.token:
+                return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
+        return replace(first, digests=_xor([row.digests for row in rows[:: self._copies]]))
 
 
-def _row(rows: tuple[RowResult, ...]) -> RowResult:
-    first = rows[0]
-    for rank, row in enumerate(rows):
-        if row.wrong_kv:
-            return replace(first, wrong_kv=row.wrong_kv if len(rows) == 1 else f"rank {rank}: {row.wrong_kv}")
-    for rank, row in enumerate(rows):
-        if row.token != first.token:
-            return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
-    return first
+def _xor(digests: Sequence[bytes]) -> bytes:
+    """Of equal lengths."""
+    joined = 0
+    for some in digests:
+        joined ^= int.from_bytes(some, "little")
+    return joined.to_bytes(len(digests[0]) if digests else 0, "little")
 
 
 class MoverJoin:

@@ -132,6 +132,7 @@ class Offer:
     ready: int  # tokens whose KV stands in the blocks
     state: OfferState = OfferState.NONE
     first_token: bytes | None = None
+    digests: bytes = b""  # of its blocks so far, if the reader wants them
 
 
 class Offers:
@@ -281,6 +282,7 @@ class Offers:
             blocks=offer.blocks,
             block_hashes=event.block_hashes,
             sampling=message.sampling,
+            digest_from=message.have if message.digests else -1,
         )
         began = LeaseBegan(lease=lease, try_=offer.try_, blocks=len(offer.blocks))
         return [began, self._accepted(offer), start]
@@ -298,6 +300,7 @@ class Offers:
                 f"a chunk up to token {event.ready} (last: {event.last}) of {offer.prompt_tokens}, after {offer.ready}"
             )
         offer.ready, offer.first_token = event.ready, event.first_token
+        offer.digests += event.digests
         self._move(offer, heard)
         if not event.last:
             blocks = self._announced(offer)
@@ -310,6 +313,7 @@ class Offers:
             blocks=self._announced(offer),
             first_token=offer.first_token,
             prefill_ns=event.prefill_ns,
+            block_digests=offer.digests,
         )
         return [self._answer(offer.link, offer.try_, done)]
 
@@ -376,15 +380,7 @@ class Offers:
             return RenewedEntry(try_=entry.try_, held=False, lease=entry.lease)
         self._ledger.renew(offer.lease, now_ns)
         offer.link = event.link
-        return RenewedEntry(
-            try_=offer.try_,
-            held=True,
-            lease=offer.lease,
-            ready=offer.ready,
-            blocks=self._announced(offer),
-            finished=offer.state is OfferState.READY,
-            first_token=offer.first_token,
-        )
+        return RenewedEntry(try_=offer.try_, held=True, **self._state(offer))
 
     def _reader_gone(self, event: ReaderGone, now_ns: int) -> list[OfferEffect]:
         reader = (event.node, event.incarnation)
@@ -461,15 +457,19 @@ class Offers:
         return pack_u32(offer.blocks[offer.have // size : end])
 
     def _accepted(self, offer: Offer) -> Answer:
-        accepted = PrefillAccepted(
-            try_=offer.try_,
-            lease=offer.lease,
-            ready=offer.ready,
-            blocks=self._announced(offer),
-            finished=offer.state is OfferState.READY,
-            first_token=offer.first_token,
-        )
-        return self._answer(offer.link, offer.try_, accepted)
+        return self._answer(offer.link, offer.try_, PrefillAccepted(try_=offer.try_, **self._state(offer)))
+
+    def _state(self, offer: Offer) -> dict[str, Any]:
+        """What snapshots say."""
+        finished = offer.state is OfferState.READY
+        return {
+            "lease": offer.lease,
+            "ready": offer.ready,
+            "blocks": self._announced(offer),
+            "finished": finished,
+            "first_token": offer.first_token,
+            "block_digests": offer.digests if finished else b"",
+        }
 
     def _refuse(
         self, event: PrefillAsked, cause: str, lease: LeaseId | None = None, retry_after_ms: int = 0

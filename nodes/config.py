@@ -73,6 +73,7 @@ class NodeConfig(Declared):
     lease_ns: int
     renew_ns: int
     claim_ns: int
+    kv_digest: str  # off, on
 
     coded_layers: int
     coded_kv_heads: int
@@ -243,6 +244,8 @@ SETTINGS: tuple[Setting, ...] = (
             5 * 10**9, "How often a decode node renews.", "5s", "renew_ns"),
     Setting("claim", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),
             2 * 10**9, "How long a decode node waits for a claim's answer, three times.", "2s", "claim_ns"),
+    Setting("kv_digest", "Hand-off", "off|on", values.choice("off", "on"), "off",
+            "on: a decode node compares digests of all KV that it has read with what the prefill node computed."),
     Setting("coded_layers", "Coded engine", "N", values.whole(1, 1024), 4, "Layers."),
     Setting("coded_kv_heads", "Coded engine", "N", values.whole(1, 1024), 2, "KV heads."),
     Setting("coded_head_dim", "Coded engine", "N", values.whole(1, 1024), 16, "Channels of a head."),

@@ -19,18 +19,14 @@ from typing import Any
 import uvloop
 import zmq
 
-from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import Broken, ConfigError
-from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import FirstToken, Hello, Message, PrefillRequest, TryId
+from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
-from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.joins import MoversReady
-from pdbus.connector.layout import rank_block_bytes
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
@@ -42,11 +38,12 @@ from .binding import bind_bus
 from .checks import check_first_tokens, checked_prompt
 from .children import HttpServer
 from .config import NodeConfig
-from .core import CoreConfig, NodeCore
+from .core import NodeCore
 from .intake import Intake
+from .kv_checks import wrong_digest
+from .machine_config import core_config, membership_config
 from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
-from .scheduler import Limits
 from .setup import Setup, set_up
 from .tokenizer import load_tokenizer
 
@@ -107,13 +104,16 @@ class Control:
         self.publisher = Publisher(config.name, self.incarnation, context=self._context)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
-        core_config, membership_config = self._core_config(), self._membership_config()
-        self.core = NodeCore(core_config, Membership(membership_config, unreadable))
+        of_core = core_config(config, setup, self.incarnation)
+        of_membership = membership_config(
+            config, setup, self.incarnation, address=self.address, http=self.http, events=self.events
+        )
+        self.core = NodeCore(of_core, Membership(of_membership, unreadable))
         self._recorder = (
             NodeRecorder(
                 Path(config.record),
-                core_config,
-                membership_config,
+                of_core,
+                of_membership,
                 tokens=config.record_tokens,
                 total_bytes_max=config.record_max,
             )
@@ -124,6 +124,8 @@ class Control:
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
         self._directory = directory
         self._worker_lives = 0
+        self._checks = 0
+        self._checking: dict[int, ev.CheckKv] = {}  # by number, what the workers digest now
         self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
         self.mover = movers(setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
 
@@ -284,6 +286,8 @@ class Control:
                 self.post(ev.WorkerUp())
             case ipc.StepDone():
                 self._step_done(message)
+            case ipc.KvDigested():
+                self._digested(message)
             case ipc.WorkerAlive():
                 self.intake.probed("worker", message.probe)
             case ipc.WorkerFailed() if self.core.worker_up:
@@ -303,14 +307,16 @@ class Control:
         if row.wrong_kv:
             return ev.StepRowEnded(seq=row.seq, problem=f"wrong KV: {row.wrong_kv}")
         if row.token < 0:
-            return ev.StepRowEnded(seq=row.seq)
+            return ev.StepRowEnded(seq=row.seq, digests=row.digests)
         if self.core.prefills.owns(row.seq):
-            return ev.StepRowEnded(seq=row.seq, payload=encode(FirstToken(token=row.token, logprob=row.logprob)))
+            payload = encode(FirstToken(token=row.token, logprob=row.logprob))
+            return ev.StepRowEnded(seq=row.seq, payload=payload, digests=row.digests)
         return ev.StepRowEnded(seq=row.seq, stop=self.intake.take(row.seq, row.token, row.logprob))
 
     def _open_sequence(self, e: ev.OpenSequence) -> None:
         if e.try_ is not None:
-            self.worker.send(ipc.SeqOpen(seq=e.seq, prompt=self._prompts[e.try_], sampling=e.sampling))
+            prompt = self._prompts[e.try_]
+            self.worker.send(ipc.SeqOpen(seq=e.seq, prompt=prompt, sampling=e.sampling, digest_from=e.digest_from))
             return
         answer = self.intake.open(e.request, e.seq)
         self.worker.send(ipc.SeqOpen(seq=e.seq, prompt=pack_u32(answer.prompt), sampling=e.sampling))
@@ -337,8 +343,22 @@ class Control:
         self.worker.send(ipc.SeqClose(seq=e.seq))
         self.intake.finish(e)
 
+    def _check_kv(self, e: ev.CheckKv) -> None:
+        self._checks += 1
+        self._checking[self._checks] = e
+        self.worker.send(
+            ipc.DigestKv(check=self._checks, blocks=pack_u32(e.blocks), begin=e.begin, end=e.end, size=e.size)
+        )
+
+    def _digested(self, message: ipc.KvDigested) -> None:
+        e = self._checking.pop(message.check)
+        if problem := wrong_digest(e, message.digests, self.setup.geometry.layers):
+            log.error("KV read for request %s: %s", e.request.hex(), problem)
+        self.post(ev.KvChecked(request=e.request, attempt=e.attempt, problem=problem))
+
     def _on_worker_exit(self, ended: Exit) -> None:
         self.intake.lost("worker")
+        self._checking.clear()
         if not self._ended.done():
             log.error("worker: %s", ended)
             self.post(ev.WorkerLost(problem=str(ended)))
@@ -449,39 +469,6 @@ class Control:
         log.info("drained")
         self.end(0)
 
-    def _core_config(self) -> CoreConfig:
-        c, s = self.config, self.setup
-        return CoreConfig(
-            name=c.name,
-            incarnation=self.incarnation,
-            decodes=c.role != "prefill",
-            blocks=s.blocks,
-            block_size=s.geometry.block_size,
-            block_bytes=s.geometry.tp * rank_block_bytes(s.geometry),
-            max_model_len=s.max_model_len,
-            limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
-            running_max=c.max_running,
-            skip_sampling=c.skip_sampling and c.role == "prefill",
-            handoff=HandoffConfig(lease_ns=c.lease_ns, renew_ns=c.renew_ns, claim_ns=c.claim_ns),
-        )
-
-    def _membership_config(self) -> MembershipConfig:
-        c, s = self.config, self.setup
-        hello = Hello(
-            role=c.role,
-            address=self.address,
-            http=self.http,
-            events=self.events,
-            version=__version__,
-            epoch=1,
-            geometry=s.geometry,
-            fingerprint=s.fingerprint,
-            model=s.model,
-            max_model_len=s.max_model_len,
-            deterministic=c.deterministic,
-        )
-        return MembershipConfig(name=c.name, incarnation=self.incarnation, hello=hello)
-
 
 _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.Send: Control._send,
@@ -496,6 +483,7 @@ _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.AddPeer: Control._add_peer,
     ev.RemovePeer: Control._remove_peer,
     ev.StartRead: Control._start_read,
+    ev.CheckKv: Control._check_kv,
     ev.AdvertiseLeases: Control._advertise,
     ev.RestartMover: Control._restart_mover,
     ev.RestartWorker: Control._restart_worker,

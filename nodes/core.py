@@ -36,6 +36,7 @@ from pdbus.connector.pool import BlockPool
 
 from . import events as ev
 from .decode import Request, Requests, Source
+from .kv_checks import KvChecks
 from .peers import Peers, peer_key
 from .prefill import Prefills
 from .scheduler import Limits, Scheduler
@@ -81,6 +82,7 @@ class NodeCore:
         self.scheduler = Scheduler(self.pool, config.limits)
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
+        self.checks = KvChecks()
         self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
         self.peers = Peers(membership, reads=config.decodes)
         self.requests = Requests(
@@ -234,6 +236,7 @@ class NodeCore:
         out += effects
         for effect in effects:
             if isinstance(effect, ev.EndRequest):
+                self.checks.forget(effect.request)
                 self._fetch(ho.FetchLeft(request=effect.request), now, out)
                 out.append(_request_event("ended", effect.request, reason=effect.reason, code=effect.code))
 
@@ -267,6 +270,8 @@ class NodeCore:
                 out.append(ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message))
             case ho.PostRead():
                 self._post_read(effect, now, out)
+            case ho.CheckKv():
+                self._check_kv(effect, out)
             case ho.FirstTokenKnown():
                 out += self.requests.first_token_known(effect.request, effect.payload, now)
             case ho.PrefillFinished():
@@ -295,10 +300,19 @@ class NodeCore:
                 )
             )
 
+    def _check_kv(self, check: ho.CheckKv, out: list[ev.NodeEffect]) -> None:
+        request = self.requests.get(check.request)
+        asked = self.checks.ask(check, request.node if request else "")
+        out += [asked] if self.worker_up else []
+
+    def _kv_checked(self, event: ev.KvChecked, now: int, out: list[ev.NodeEffect]) -> None:
+        self._fetch(self.checks.answered(event), now, out)
+
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
         if failed.peer_suspect:
             self.peers.avoid(failed.node, now)
         self.requests.attempt_failed(failed)
+        self.checks.forget(failed.request)
         out.append(
             _request_event(
                 "attempt.failed", failed.request, attempt=failed.attempt, node=failed.node, cause=failed.cause
@@ -326,6 +340,7 @@ class NodeCore:
         self.worker_up = True
         self._announce(now, out)
         out += [ev.OpenSequence(seq=r.seq, sampling=r.sampling, request=r.request) for r in self.requests.all()]
+        out += self.checks.all()
 
     def _worker_lost(self, event: ev.WorkerLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Its step counts for nothing. Leases end before anything else; what ran here is computed again."""
@@ -484,6 +499,7 @@ _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
     ev.PeerAddEnded: NodeCore._peer_added,
     ev.ReadEnded: NodeCore._read_ended,
     ev.ReadDoubtful: NodeCore._read_doubtful,
+    ev.KvChecked: NodeCore._kv_checked,
     ev.LinkOpened: NodeCore._link_opened,
     ev.LinkFailed: NodeCore._link_failed,
     ev.LinkLost: NodeCore._link_lost,

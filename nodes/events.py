@@ -70,6 +70,7 @@ class StepRowEnded(Declared):
     stop: bool = False
     payload: bytes | None = None
     problem: str = ""
+    digests: bytes = b""  # of KV, for a prefill whose reader wants them
 
 
 class StepEnded(NodeEvent):
@@ -119,6 +120,14 @@ class ReadEnded(NodeEvent):
 class ReadDoubtful(NodeEvent):
     read: int
     problem: str
+
+
+class KvChecked(NodeEvent):
+    """The answer to CheckKv. `problem` is '' when all digests are as they should be."""
+
+    request: bytes
+    attempt: int
+    problem: str = ""
 
 
 class LinkOpened(NodeEvent):
@@ -196,6 +205,7 @@ class OpenSequence(NodeEffect):
     sampling: Sampling
     try_: TryId | None = None
     request: bytes = b""
+    digest_from: int = -1  # KV digests are wanted of tokens from here on; -1: of none
 
 
 class CloseSequence(NodeEffect):
@@ -260,6 +270,20 @@ class StartRead(NodeEffect):
     source: tuple[int, ...]
     target: tuple[int, ...]
     request: bytes = b""
+
+
+class CheckKv(NodeEffect):
+    """Compare the digests of what was read with what the prefill node said, and answer KvChecked. `blocks` hold tokens
+    `begin` to `end`; digests are of these as if cut into blocks of `size`. `node` is who prefilled, for people."""
+
+    request: bytes
+    attempt: int
+    node: str
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    size: int
+    digests: bytes
 
 
 class AdvertiseLeases(NodeEffect):

@@ -62,10 +62,17 @@ class Prefills:
         if row.problem:
             return self.handle(PrefillBroke(try_=try_, problem=row.problem), now)
         if not p.prompt_done:
-            return self.handle(ChunkComputed(try_=try_, ready=p.computed), now)
+            return self.handle(ChunkComputed(try_=try_, ready=p.computed, digests=row.digests), now)
         prefill_ns = now - self._started_ns[p.seq]
         closed = self._forget(try_)
-        last = ChunkComputed(try_=try_, ready=p.computed, last=True, first_token=row.payload, prefill_ns=prefill_ns)
+        last = ChunkComputed(
+            try_=try_,
+            ready=p.computed,
+            last=True,
+            first_token=row.payload,
+            prefill_ns=prefill_ns,
+            digests=row.digests,
+        )
         return [*self.handle(last, now), *closed]
 
     def step_ended(self, now: int) -> list[NodeEffect]:
@@ -112,7 +119,7 @@ class Prefills:
                 sample_prompt=not self._skip_sampling,
             )
         )
-        return OpenSequence(seq=seq, sampling=start.sampling, try_=start.try_)
+        return OpenSequence(seq=seq, sampling=start.sampling, try_=start.try_, digest_from=start.digest_from)
 
     def _forget(self, try_: TryId) -> list[NodeEffect]:
         seq = self._seqs.pop(try_, None)

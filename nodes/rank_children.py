@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pdbus.bus.hashing import prompt_digest
@@ -48,7 +49,9 @@ def workers(
             rank=rank,
         )
 
-    return Ranks(len(slabs), make, WorkerJoin, on_message=on_message, on_exit=on_exit)
+    copies = max(1, setup.geometry.tp // setup.geometry.kv_heads)
+    join = partial(WorkerJoin, copies=copies)
+    return Ranks(len(slabs), make, join, on_message=on_message, on_exit=on_exit)
 
 
 def movers(

@@ -158,5 +158,7 @@ def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
         "requests_waiting": core.requests.waiting,
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
         "agent_epoch": core.epoch,
+        "kv_digests_right_total": core.fetches.counters["digest.right"],
+        "kv_digests_wrong_total": core.fetches.counters["digest.wrong"],
         **{f"bus_{name}_total": count for name, count in counters.items()},
     }

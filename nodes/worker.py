@@ -15,13 +15,15 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.errors import Closed, ConfigError, PdError
-from pdbus.bus.wire import from_json, unpack_u32
+from pdbus.bus.wire import from_json, replace, unpack_u32
 from pdbus.connector.channel import ChildChannel
 from pdbus.connector.ipc import (
+    DigestKv,
     FromWorker,
+    KvDigested,
     ProbeWorker,
     SeqClose,
     SeqForce,
@@ -35,9 +37,13 @@ from pdbus.connector.ipc import (
     WorkerFailed,
     WorkerReady,
 )
+from pdbus.connector.layout import layout_of
 from pdbus.connector.process import keep_what_is_loaded
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines import Engine
+
+if TYPE_CHECKING:  # it imports numpy, whose threads start with it
+    from pdbus.nodes.digests import KvDigests
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEPT_FREE_BYTES = 64 << 20  # a step's largest tensors, together, stay below
@@ -59,12 +65,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
     try:
         try:
-            engine = load(args, channel)
+            engine, digests = load(args, channel)
         except ConfigError as e:
             return _failed(channel, e.problem, 2, e.setting)
         except PdError as e:
             return _failed(channel, str(e), 1)
-        serve(engine, channel)
+        serve(engine, digests, channel)
     except Closed:
         return 0
     except Exception as e:
@@ -73,17 +79,19 @@ def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
     return 0
 
 
-def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Engine:
+def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> tuple[Engine, KvDigests]:
     """Map the slab, make the engine, run one warm-up step, and say so."""
     began = time.monotonic_ns()
     pin(args.cpus)
+    from pdbus.nodes.digests import KvDigests
+
     slab = Slab.open(args.slab_path, args.slab_bytes)
     engine = make_engine(args, slab.memory)
     keep_freed_memory()
     engine.warm_up()
     keep_what_is_loaded()
     channel.send(WorkerReady(pid=os.getpid(), vocab_size=engine.vocab_size, load_ns=time.monotonic_ns() - began))
-    return engine
+    return engine, KvDigests(slab.memory, layout_of(args.geometry, args.blocks, args.rank))
 
 
 def pin(cpus: tuple[int, ...]) -> None:
@@ -122,30 +130,38 @@ def make_engine(args: WorkerArgs, memory: Any) -> Engine:
     raise ConfigError("--engine", f"{args.engine!r} is neither torch nor coded")
 
 
-def serve(engine: Engine, channel: ChildChannel[ToWorker]) -> None:
+def serve(engine: Engine, digests: KvDigests, channel: ChildChannel[ToWorker]) -> None:
     """Obey until StopWorker. Raises Closed when control has gone."""
     while True:
         for message in channel.poll(ALIVE_CHECK_MS):
             if isinstance(message, StopWorker):
                 return
-            report = obey(engine, message)
+            report = obey(engine, digests, message)
             if report is not None:
                 channel.send(report)
 
 
-def obey(engine: Engine, message: ToWorker) -> FromWorker | None:
+def obey(engine: Engine, digests: KvDigests, message: ToWorker) -> FromWorker | None:
     """Do one thing; what is to be reported of it."""
     match message:
         case Step():
             began = time.monotonic_ns()
             rows = engine.step(message.rows)
+            if made := digests.stepped(message.rows):
+                rows = [replace(row, digests=made.get(row.seq, b"")) for row in rows]
             return StepDone(step=message.step, rows=tuple(rows), compute_ns=time.monotonic_ns() - began)
         case SeqOpen():
-            engine.open(message.seq, unpack_u32(message.prompt), message.sampling)
+            prompt = unpack_u32(message.prompt)
+            engine.open(message.seq, prompt, message.sampling)
+            if message.digest_from >= 0:
+                digests.open(message.seq, message.digest_from, len(prompt))
         case SeqForce():
             engine.force(message.seq, unpack_u32(message.tokens))
         case SeqClose():
             engine.close(message.seq)
+            digests.close(message.seq)
+        case DigestKv(check=check, begin=begin, end=end, size=size):
+            return KvDigested(check=check, digests=digests.of(unpack_u32(message.blocks), begin, end, size))
         case ProbeWorker():
             return WorkerAlive(probe=message.probe)
     return None

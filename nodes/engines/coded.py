@@ -39,9 +39,9 @@ from pdbus.bus.messages import Geometry, KVLayout, Sampling, TokenLogprob
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import DTYPE_BYTES, geometry_for, layout_of, row_bytes
+from pdbus.nodes.kv_view import Bytes, view_of
 
 U64 = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 
 EOS_ID = 0
 EOT_ID = 4
@@ -99,15 +99,6 @@ def coded_cells(geometry: Geometry, tokens: Sequence[int]) -> Bytes:
     return cell_code(geometry, prefix_sums(tokens))
 
 
-def blocks_of(memory: Any, layout: KVLayout) -> Bytes:
-    """A rank's memory as an array: [block, layer, part, head, slot, row bytes], no copy. Its layers lie evenly."""
-    starts = layout.starts
-    layer = starts[1] - starts[0] if len(starts) > 1 else 0
-    strides = (layout.block_stride, layer, layout.part_stride, layout.head_stride, layout.slot_stride, 1)
-    shape = (layout.blocks, len(starts), len(layout.parts), len(layout.heads), layout.block_size, row_bytes(layout))
-    return np.ndarray(shape, np.uint8, memory, starts[0], strides)
-
-
 def read_cells(slab: Bytes, table: Sequence[int], positions: int) -> Bytes:
     """A copy of the cells of the first positions, in canonical order: [positions, layer, part, head, row bytes]."""
     size = slab.shape[4]
@@ -139,7 +130,7 @@ def check_slab(memory: Any, geometry: Geometry, blocks: int, table: Sequence[int
     """Whether the blocks of `table` of a single rank hold exactly the KV of `tokens`: names the first wrong byte, ''
     if none."""
     layout = layout_of(geometry, blocks)
-    read = read_cells(blocks_of(memory, layout), table, len(tokens))
+    read = read_cells(view_of(memory, layout), table, len(tokens))
     return first_wrong(layout, table, read, coded_cells(geometry, tokens))
 
 
@@ -206,7 +197,7 @@ class CodedEngine:
         if held < self._layout.region_bytes:
             problem = f"{args.blocks} blocks take {self._layout.region_bytes} bytes, but the slab has {held}"
             raise ConfigError("--kv-blocks", problem)
-        self._slab = blocks_of(memory, self._layout)
+        self._slab = view_of(memory, self._layout)
         self._heads = slice(self._layout.heads[0], self._layout.heads[-1] + 1)
         self._sequences: dict[int, _Sequence] = {}
 

@@ -28,7 +28,8 @@ from pdbus.bus.messages import (
     TryId,
     Welcome,
 )
-from pdbus.bus.wire import Header, pack_u32
+from pdbus.bus.wire import Header, pack_u32, replace
+from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.layout import geometry_for
 from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
@@ -484,3 +485,24 @@ def test_leaving_ends_everything_at_once(decode: Node) -> None:
     assert [e.code for e in decode.got(ev.EndRequest)] == ["shutdown"] and len(decode.got(ev.Drained)) == 1
     decode.hear(ev.LeaveAsked())
     assert decode.got(ev.Drained) == []
+
+
+# ---------------------------------------------------------------- digests
+
+
+def test_a_check_that_a_worker_took_with_it_is_asked_of_the_next() -> None:
+    node = Node("decode", handoff=HandoffConfig(digest_layers=1))
+    node.up()
+    node.meet_ready()
+    node.generate(tokens=6)
+    done = PrefillDone(try_=TRY, lease=LEASE, ready=6, blocks=pack_u32([8, 9]), first_token=b"t")
+    node.told(replace(done, block_digests=bytes(16)))
+    node.hear(ev.FirstTokenTaken(request=b"q", stop=False))
+    node.hear(ev.ReadEnded(read=1))
+    (check,) = node.got(ev.CheckKv)
+    assert (check.node, check.blocks, check.begin, check.end) == ("peer", (0, 1), 0, 6)
+    node.hear(ev.WorkerLost(problem="killed"))
+    node.hear(ev.WorkerUp())
+    assert node.got(ev.CheckKv) == [check]
+    node.hear(ev.KvChecked(request=b"q", attempt=1))
+    assert node.said() == [TransferDone(try_=TRY, lease=LEASE)]

@@ -14,7 +14,6 @@ from pdbus.bus import frames, known, wire
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import MESSAGES, Hello
 from pdbus.connector import attempt, offer, transfer
-from pdbus.connector.fetch import Fetches
 from pdbus.connector.handoff import Cause, HandoffConfig
 from pdbus.connector.offer import Offers
 from pdbus.nodes import core, intake, limits, report
@@ -136,7 +135,7 @@ def test_limits_are_those_of_the_code() -> None:
         (report.peers, "Status"),
         (report._request, "Status"),
         (Offers.rows, "Status"),
-        (Fetches.rows, "Status"),
+        (attempt.Fetch.row, "Status"),
         (report.ledger, "Ledger"),
     ],
 )

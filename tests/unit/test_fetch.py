@@ -32,6 +32,7 @@ from pdbus.connector.fetch import Fetches
 from pdbus.connector.handoff import (
     Ask,
     AttemptFailed,
+    CheckKv,
     FetchAsked,
     Fetched,
     FetchEffect,
@@ -40,6 +41,7 @@ from pdbus.connector.handoff import (
     FirstTokenKnown,
     HandoffConfig,
     Holder,
+    KvChecked,
     MoverReaped,
     OwnerEpoch,
     OwnerGone,
@@ -81,9 +83,9 @@ def renewed(**changes: Any) -> LeaseRenewed:
 class Decode:
     """A decode node's Fetches over a real pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: HandoffConfig = CONFIG) -> None:
         self.pool = BlockPool(12, SIZE)
-        self.fetches = Fetches("d", b"d1", self.pool, CONFIG)
+        self.fetches = Fetches("d", b"d1", self.pool, config)
 
     def ask(self, request: bytes = b"r", attempt: int = 1, now: int = 0, **changes: Any) -> list[FetchEffect]:
         fields: dict[str, Any] = {
@@ -536,3 +538,59 @@ def test_nothing_is_remembered_of_a_request_that_left(d: Decode) -> None:
     assert d.hear(FetchLeft(request=b"r")) == []
     assert d.fetches.rows() == [] and d.fetches.next_deadline() is None
     assert d.hear(FetchLeft(request=b"r")) == [] and d.fetches.counters["left.late"] == 1
+
+
+# ---------------------------------------------------------------- digests
+
+LAYERS = 2
+DIGESTS = bytes(range(3 * LAYERS * 8))
+DIGESTED = replace(DONE, block_digests=DIGESTS)
+CHECK = CheckKv(request=b"r", attempt=1, blocks=(0, 1, 2), begin=0, end=PROMPT, size=SIZE, digests=DIGESTS)
+
+
+@pytest.fixture
+def checking() -> Decode:
+    """All is read, and being checked."""
+    d = Decode(replace(CONFIG, digest_layers=LAYERS))
+    (ask,) = d.ask()
+    assert isinstance(ask, Ask) and ask.message.digests
+    d.said(DIGESTED)
+    assert d.hear(ReadDone(read=1)) == [CHECK]
+    return d
+
+
+def test_nothing_is_claimed_before_the_digests_are_right(checking: Decode) -> None:
+    assert checking.said(renewed(ready=PROMPT, blocks=pack_u32(SOURCE), finished=True)) == []
+    assert checking.hear(KvChecked(request=b"r", attempt=1))[0] == CLAIM
+    assert checking.fetches.counters["digest.right"] == 1
+
+
+def test_a_wrong_digest_fails_the_attempt_and_is_counted(checking: Decode) -> None:
+    effects = checking.hear(KvChecked(request=b"r", attempt=1, problem="block 1 layer 0"))
+    assert CANCEL in effects and failure(effects).cause == "wrong digest: block 1 layer 0"
+    assert failure(effects).peer_suspect and checking.fetches.counters["digest.wrong"] == 1
+
+
+@pytest.mark.parametrize("digests", [b"", DIGESTS[:-8], DIGESTS + bytes(8)])
+def test_digests_that_did_not_come_fail_the_attempt(digests: bytes) -> None:
+    """The prefill node was asked for them: a node that leaves them out is not believed."""
+    d = Decode(replace(CONFIG, digest_layers=LAYERS))
+    d.ask()
+    d.said(replace(DONE, block_digests=digests))
+    assert failure(d.hear(ReadDone(read=1))).cause == "protocol: no digests came"
+
+
+def test_an_answer_about_another_attempt_is_of_no_effect(checking: Decode) -> None:
+    checking.hear(KvChecked(request=b"r", attempt=1, problem="block 1 layer 0"))
+    checking.ask(attempt=2)
+    again = {"try_": replace(TRY, attempt=2), "lease": replace(LEASE, generation=2)}
+    checking.said(replace(DIGESTED, **again))
+    checking.hear(ReadDone(read=2))
+    assert checking.hear(KvChecked(request=b"r", attempt=1, problem="old")) == []
+    assert checking.hear(KvChecked(request=b"r", attempt=2))
+
+
+def test_what_was_not_read_is_not_checked() -> None:
+    d = Decode(replace(CONFIG, digest_layers=LAYERS))
+    d.ask(prompt_tokens=8, have=8)
+    assert d.said(replace(DONE, ready=8, blocks=b""))[-2] == CLAIM

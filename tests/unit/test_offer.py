@@ -387,3 +387,23 @@ def test_nonsense_from_the_engine_raises_and_changes_nothing(p: Prefill, ready: 
     with pytest.raises(LocalProtocolError):
         p.chunk(ready, last=last)
     assert p.offers.rows()[0]["ready"] == 4
+
+
+def test_digests_come_with_all_snapshots_of_a_finished_prompt_and_no_other(p: Prefill) -> None:
+    effects = p.ask(digests=True, have=4)
+    start = effects[-1]
+    assert isinstance(start, StartPrefill) and start.digest_from == 4
+    lease = message_of(effects).lease
+    computed = ChunkComputed(try_=TRY, ready=8, digests=b"one")
+    assert not hasattr(message_of(p.offers.handle(computed, 0)), "block_digests")
+    assert message_of(p.ask(digests=True)).block_digests == b""
+    done = message_of(p.offers.handle(replace(computed, ready=PROMPT, last=True, digests=b"two"), 0))
+    assert done.block_digests == b"onetwo"
+    assert message_of(p.ask(digests=True)).block_digests == b"onetwo"
+    (entry,) = message_of(p.said(LeaseRenew(entries=(RenewEntry(try_=TRY, lease=lease),)))).entries
+    assert entry.block_digests == b"onetwo"
+
+
+def test_nobody_digests_what_is_not_wanted(p: Prefill) -> None:
+    start = p.ask()[-1]
+    assert isinstance(start, StartPrefill) and start.digest_from == -1
