@@ -98,7 +98,12 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETION, hi(stop=[1]), "stop[0]", "expected a string, got an integer"),
     (COMPLETION, {"prompt": {"text": "hi"}}, "prompt", "expected a string or a list, got an object"),
     (COMPLETION, {"prompt": [1, 256]}, "prompt", "token id 256 is outside the vocabulary of 256"),
-    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "one of system, user, assistant"),
+    (
+        CHAT,
+        {"messages": [{"role": "robot", "content": "hi"}]},
+        "messages[0].role",
+        "one of system, developer, user, assistant",
+    ),
     (CHAT, user(5), "messages[0].content", "expected a string or a list, got an integer"),
     (COMPLETION, hi(beams=2), "beams", "unknown field"),
     (COMPLETION, {"max_tokens": 3}, "prompt", "required field is missing"),
