@@ -41,6 +41,7 @@ bench: $(READY)
 	$(BIN)/pd bench plan
 	$(BIN)/pd bench bus
 	$(BIN)/pd bench serve
+	$(BIN)/pd bench record
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -68,6 +68,17 @@ def bench_engine(
     _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
 
 
+@bench.command("record")
+def bench_record(
+    pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 10,
+    requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 200,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """What recording costs: the same requests with and without, in turns, with the coded engine."""
+    _bench("record", as_json, pairs=pairs, requests=requests, step_ms=step_ms)
+
+
 def _bench(name: str, as_json: bool, **options: Any) -> None:
     """`pdbus.nodes.bench.<name>.run(**options) -> dict` measures; this shows it."""
     if name != "bus":  # which needs nothing but ZeroMQ

@@ -35,19 +35,19 @@ def show(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
     *,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the timeline of all.")] = None,
-    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
+    lease: Annotated[str, typer.Option(metavar="[NODE/[EPOCH/]]N", help="Show the history of this lease.")] = "",
     block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
     """Show what happened to one request, lease or block, on all nodes; or everything, on a page."""
     from .show import show_all, show_history, show_request
-    from .tell import named
+    from .tell import named_block, named_lease
 
     paths = list(folders or [])
     if (html or lease or block) and Path(request).exists():
         request, paths = "", [Path(request), *paths]
     paths = paths or [Path()]
     if lease or block:
-        raise typer.Exit(show_history(paths, named("--lease", lease), named("--block", block)))
+        raise typer.Exit(show_history(paths, named_lease(lease), named_block(block)))
     if html is not None and not request:
         raise typer.Exit(show_all(paths, html))
     raise typer.Exit(show_request(_request_id(request), paths, html))
@@ -57,19 +57,20 @@ def show(
 def verify(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
     *,
-    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
+    lease: Annotated[str, typer.Option(metavar="[NODE/[EPOCH/]]N", help="Show the history of this lease.")] = "",
     request: Annotated[str, typer.Option(metavar="HEX", help="Show the history of this request.")] = "",
     block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
-    """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong."""
-    from .tell import named
+    """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong, or what is to
+    be shown is not there."""
+    from .tell import named_block, named_lease
     from .verify import verify
 
     code = verify(
         folders or [Path()],
-        lease=named("--lease", lease),
+        lease=named_lease(lease),
         request=_request_id(request),
-        block=named("--block", block),
+        block=named_block(block),
     )
     raise typer.Exit(code)
 
