@@ -295,7 +295,9 @@ class NodeCore:
 
     def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
         rows = {row.seq: row for row in event.rows}
-        for p in self.scheduler.end_step(event.step, [row.seq for row in event.rows if row.problem]):
+        failed = [row.seq for row in event.rows if row.problem]
+        several = {row.seq: row.tokens for row in event.rows if row.tokens != 1}
+        for p in self.scheduler.end_step(event.step, failed, several):
             row = rows[p.seq]
             if self.prefills.owns(p.seq):
                 out += self.prefills.progressed(p, row, now)
@@ -304,7 +306,7 @@ class NodeCore:
                 assert request is not None
                 self._end(request, "error", now, out, code="engine", problem=row.problem)
             elif p.sampled:
-                self._ended(self.requests.sampled(p.seq, row.stop, now), now, out)
+                self._ended(self.requests.sampled(p.seq, row.stop, now, p.sampled), now, out)
         out += self.prefills.step_ended(now)
 
     def _worker_came(self, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:

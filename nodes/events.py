@@ -63,10 +63,12 @@ class FirstTokenTaken(NodeEvent):
 
 
 class StepRowEnded(Declared):
-    """`stop`: the sampled token ended the answer. `payload`: the sampled token, opaque, for a prefill's last chunk.
-    `problem`: the engine failed this sequence, or found wrong KV."""
+    """`tokens`: how many a row that samples has sampled, each computed upon the one before but for the last. `stop`:
+    the last of them ended the answer. `payload`: the sampled token, opaque, for a prefill's last chunk. `problem`: the
+    engine failed this sequence, or found wrong KV."""
 
     seq: int
+    tokens: int = 1
     stop: bool = False
     payload: bytes | None = None
     problem: str = ""
@@ -215,7 +217,7 @@ class TakeFirstToken(NodeEffect):
 
 
 class EmitToken(NodeEffect):
-    """Send the token that this sequence sampled in the step just ended to the request's client."""
+    """Send what this sequence sampled in the step just ended to the request's client."""
 
     request: bytes
     seq: int
