@@ -62,6 +62,7 @@ class Known:
     use_since_ns: int = 0  # silence counts from here at the earliest
     ping_ns: int = 0
     remove_ns: int = 0
+    watched: bool = False  # by the shell, while up
     aliases: tuple[str, ...] = ()  # addresses that lead here too, beside the one that is called
 
     @property
@@ -111,6 +112,8 @@ class Known:
     def deadline_ns(self, config: MembershipConfig) -> int | None:
         """When a Tick has something to do here."""
         if self.state not in LIVE:
+            return None
+        if self.watched:
             return None
         deadlines = [self.remove_ns] if self.state is REMOVING else []
         if self.busy or self.ping_ns < self.use_until_ns:

@@ -43,6 +43,8 @@ class Membership:
         self._load = Heartbeat()
         self._draining = False
         self._leaving = False
+        self._deadline: int | None = None
+        self._deadline_known = False
         self._handlers: dict[type[ms.MembershipEvent], Callable[[Any, int], list[ms.MembershipEffect]]] = {
             ms.JoinAsked: self._join,
             ms.RemoveAsked: self._remove,
@@ -60,6 +62,7 @@ class Membership:
             ms.StaleReceived: self._stale_received,
             ms.Tick: self._tick,
             ms.BusyChanged: self._busy_changed,
+            ms.WatchChanged: self._watch_changed,
             ms.OwnAgentChanged: self._own_agent_changed,
             ms.OwnLoadChanged: self._own_load_changed,
             ms.DrainStarted: self._drain_started,
@@ -69,18 +72,41 @@ class Membership:
     # ------------------------------------------------------------ the doors
 
     def handle(self, event: ms.MembershipEvent, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._alone_concerned(event) if self._deadline_known else None
+        before = known.deadline_ns(self._config) if known else None
         effects = self._refused_as_stale(event)
         if effects is None:
             effects = self._handlers[type(event)](event, now_ns)
-        if type(event) is not ms.Heard and not self._leaving:
-            effects.extend(ms.OpenLink(address=a) for a in self._dials.start_due(now_ns))
+        if type(event) is not ms.Heard and not self._leaving and (due := self._dials.start_due(now_ns)):
+            effects.extend(ms.OpenLink(address=a) for a in due)
+            known = None
+        self._deadline_moved(known, before)
         return effects
 
     def next_deadline(self) -> int | None:
-        deadlines = [p.deadline_ns(self._config) for p in self._roster.all()]
-        if not self._leaving:
-            deadlines.append(self._dials.next_due_ns())
-        return min((d for d in deadlines if d is not None), default=None)
+        if not self._deadline_known:
+            deadlines = [p.deadline_ns(self._config) for p in self._roster.all()]
+            if not self._leaving:
+                deadlines.append(self._dials.next_due_ns())
+            self._deadline, self._deadline_known = min((d for d in deadlines if d is not None), default=None), True
+        return self._deadline
+
+    def _alone_concerned(self, event: ms.MembershipEvent) -> Known | None:
+        """The one peer whose deadline these frequent events can move: with many peers, looking at all is slow."""
+        if isinstance(event, ms.Heard):
+            known = self._roster.get(event.header.from_)
+        elif isinstance(event, ms.BusyChanged):
+            known = self._roster.get(event.peer)
+        else:
+            return None
+        return known if known is not None and known.state is UP else None
+
+    def _deadline_moved(self, known: Known | None, before: int | None) -> None:
+        after = known.deadline_ns(self._config) if known else None
+        if known is None or (before == self._deadline and after != before):
+            self._deadline_known = False
+        elif after is not None and (self._deadline is None or after < self._deadline):
+            self._deadline = after
 
     def accepts(self, header: Header, kind: str) -> bool:
         """Whether a message may be acted on: both incarnations are current, and a hello came first if it must."""
@@ -135,9 +161,10 @@ class Membership:
         if known is not None:
             if known.state in (REMOVING, REMOVED):
                 return [ms.rejected(event, f"already {known.state}")]
+            unwatched = self._unwatched(known)
             known.move("remove", "removed")
             known.remove_ns = now_ns + self._config.removal_ns
-            return self._removed(known) if known.state is REMOVED or not known.busy else []
+            return unwatched + (self._removed(known) if known.state is REMOVED or not known.busy else [])
         if dial is None or dial.state is DialState.REMOVED:
             return [ms.rejected(event, f"no member {event.target}")]
         closing = ms.closing(dial.link)
@@ -178,6 +205,23 @@ class Membership:
         known.busy = event.busy
         return self._removed(known) if known.state is REMOVING and not event.busy else []
 
+    def _watch_changed(self, event: ms.WatchChanged, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.peer)
+        if known is None or known.watched == event.watched or known.state is not UP:
+            return [ms.rejected(event, "no change" if known and known.watched == event.watched else "no peer that is up")]
+        if not event.watched:
+            known.forgive(now_ns)
+            return self._unwatched(known)
+        known.watched = True
+        return [ms.PeerWatched(peer=known.record(), watched=True)]
+
+    def _unwatched(self, known: Known) -> list[ms.MembershipEffect]:
+        """Comes before whatever makes a peer less than up."""
+        if not known.watched:
+            return []
+        known.watched = False
+        return [ms.PeerWatched(peer=known.record(), watched=False)]
+
     def _own_agent_changed(self, event: ms.OwnAgentChanged, now_ns: int) -> list[ms.MembershipEffect]:
         if event.agent.epoch < self._hello.epoch:
             return [ms.rejected(event, f"epoch {event.agent.epoch} is over, {self._hello.epoch} is current")]
@@ -216,9 +260,10 @@ class Membership:
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
+        unwatched = self._unwatched(known)
         known.move("cut", "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
-        return []
+        return unwatched
 
     # ------------------------------------------------------------ hello, welcome, refused
 
@@ -328,6 +373,7 @@ class Membership:
             self._dials.ask(dial, now_ns)
         if known.state is LEFT:
             return effects  # its goodbye was proof enough
+        effects += self._unwatched(known)
         over = replace(known.record(), state=LEFT, reason=reason)
         return [*effects, ms.PeerDown(peer=over, reason=reason, proven=True)]
 
@@ -441,9 +487,10 @@ class Membership:
         if known.state is REMOVING:
             return self._removed(known)
         why = f"it said goodbye: {event.message.reason}".removesuffix(": ")
+        unwatched = self._unwatched(known)
         known.move("goodbye", why)
         known.inn = ""
-        return self._down(known, why, True, now_ns)
+        return unwatched + self._down(known, why, True, now_ns)
 
     def _drain_received(self, event: ms.DrainReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
@@ -482,6 +529,8 @@ class Membership:
         return effects
 
     def _watch(self, known: Known, now_ns: int) -> list[ms.MembershipEffect]:
+        if known.watched:
+            return []
         if known.state is REMOVING and now_ns >= known.remove_ns:
             return self._removed(known)
         if not known.in_use(now_ns):
@@ -502,8 +551,9 @@ class Membership:
         """Our judgement only: nothing is proven."""
         if known.state is REMOVING:
             return self._removed(known)
+        unwatched = self._unwatched(known)
         known.move("lost", reason)
-        return self._down(known, reason, False, now_ns)
+        return unwatched + self._down(known, reason, False, now_ns)
 
     def _down(self, known: Known, reason: str, proven: bool, now_ns: int) -> list[ms.MembershipEffect]:
         effects = ms.closing(known.out)

@@ -397,6 +397,9 @@ class NodeCore:
     def _remove(self, event: ev.RemoveAsked, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(ms.RemoveAsked(target=event.target), now, out)
 
+    def _watch_changed(self, event: ev.WatchChanged, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.WatchChanged(peer=event.peer, watched=event.watched), now, out)
+
     def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
         """Nothing new is taken in; what is under way goes on, at most DRAIN_NS."""
         if self.drain_until is not None:
@@ -465,6 +468,7 @@ _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
     ev.LinkLost: NodeCore._link_lost,
     ev.JoinAsked: NodeCore._join,
     ev.RemoveAsked: NodeCore._remove,
+    ev.WatchChanged: NodeCore._watch_changed,
     ev.DrainAsked: NodeCore._drain,
     ev.LeaveAsked: NodeCore._leave,
     ev.Tick: NodeCore._tick,

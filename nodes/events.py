@@ -148,6 +148,13 @@ class RemoveAsked(NodeEvent):
     target: str
 
 
+class WatchChanged(NodeEvent):
+    """Whether the shell itself watches this peer (bus/members.py): no heartbeats and renewals go along that link."""
+
+    peer: str
+    watched: bool
+
+
 class DrainAsked(NodeEvent):
     pass
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderCame, ReaderGone
+from pdbus.connector.handoff import (
+    FetchEvent,
+    OfferEvent,
+    OwnerEpoch,
+    OwnerGone,
+    OwnerWatched,
+    ReaderCame,
+    ReaderGone,
+    ReaderWatched,
+)
 
 from . import events as ev
 from .decode import Source
@@ -65,6 +74,9 @@ class Peers:
                 out.append(_node_event("node.up", effect.peer))
             case ms.PeerAgent():
                 self._agent(effect, out, news)
+            case ms.PeerWatched(peer=peer, watched=watched):
+                news.append(OwnerWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
+                news.append(ReaderWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
             case ms.PeerDown():
                 self._down(effect, out, news)
             case ms.CallFailed() | ms.TurnedAway():
