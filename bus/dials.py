@@ -83,6 +83,10 @@ class Dials:
     def named(self, name: str) -> Dial | None:
         return next((d for d in self._dials.values() if d.name == name), None) if name else None
 
+    def names(self) -> dict[str, None]:
+        """Of all peers that are called."""
+        return dict.fromkeys(d.name for d in self._dials.values())
+
     def full(self) -> bool:
         return len(self._dials) >= self._config.addresses_max
 

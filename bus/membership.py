@@ -16,7 +16,7 @@ not the peer's silence. A cut connection makes a peer suspect at once and starts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import members as ms
@@ -120,13 +120,17 @@ class Membership:
         """Those that are up or suspect."""
         return [p.record() for p in self._roster.usable()]
 
-    def prefill_peers(self) -> list[ms.Peer]:
+    def prefill_names(self) -> list[str]:
         """Those that a decode node may send a new prompt to: up, not draining, with a link."""
         return [
-            p.record()
+            p.name
             for p in self._roster.all()
             if p.state is UP and not p.draining and p.link and p.hello.role in PREFILL_ROLES
         ]
+
+    def prefill_peers(self) -> list[ms.Peer]:
+        """The same as records."""
+        return [p for name in self.prefill_names() if (p := self.peer(name)) is not None]
 
     def members(self) -> list[ms.Peer]:
         """Everyone that we know or try to reach, whatever the state, with the reason; for people and tools."""
@@ -315,8 +319,7 @@ class Membership:
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
-        for member in event.message.members:
-            self._learn(member, now_ns)
+        self._learn(event.message.members, now_ns)
         return [*effects, *self._present(known, event.link), *self._announce(known)]
 
     def _refused_received(self, event: ms.RefusedReceived, now_ns: int) -> list[ms.MembershipEffect]:
@@ -391,12 +394,14 @@ class Membership:
         peer = known.record()
         return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
-    def _learn(self, member: Member, now_ns: int) -> None:
+    def _learn(self, members: Sequence[Member], now_ns: int) -> None:
         """Who joins calls everyone that a welcome names, whatever they do, so that all come to know it, and it them."""
-        known = self._roster.get(member.name)
-        introduced = known is not None and known.state in USABLE
-        if member.name != self._config.name and not introduced and self._dials.named(member.name) is None:
-            self._call(member.name, member.address, now_ns)
+        called = self._dials.names()
+        for member in members:
+            known = self._roster.get(member.name)
+            introduced = known is not None and known.state in USABLE
+            if member.name != self._config.name and not introduced and member.name not in called:
+                self._call(member.name, member.address, now_ns)
 
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
@@ -419,7 +424,7 @@ class Membership:
         if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:
             return
         dial = self._dials.at(address)
-        if dial is None and self._dials.named(name) is None and not self._dials.full():
+        if dial is None and not self._dials.full() and self._dials.named(name) is None:
             self._dials.add(address, name, now_ns)
         elif dial is not None and dial.state in (DialState.WAITING, DialState.REFUSED):
             self._dials.ask(dial, now_ns)

@@ -167,14 +167,14 @@ class Peers:
 
     def next_source(self, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
         """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
-        found = [p for p in self._membership.prefill_peers() if not self.problem(p) and eligible(p)]
-        fresh = [p for p in found if self._avoided_until.get(p.name, 0) <= now]
-        candidates = sorted(fresh or found, key=lambda p: p.name)
-        if not candidates:
-            return None
-        chosen = next((p for p in candidates if p.name > self._last), candidates[0])
-        self._last = chosen.name
-        return Source(node=chosen.name, incarnation=chosen.incarnation, epoch=chosen.epoch, link=chosen.link)
+        last, avoided = self._last, self._avoided_until
+        names = sorted(self._membership.prefill_names(), key=lambda n: (avoided.get(n, 0) > now, n <= last, n))
+        for name in names:
+            peer = self._membership.peer(name)
+            if peer is not None and not self.problem(peer) and eligible(peer):
+                self._last = name
+                return Source(node=name, incarnation=peer.incarnation, epoch=peer.epoch, link=peer.link)
+        return None
 
 
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:

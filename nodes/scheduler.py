@@ -110,6 +110,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step, or an empty plan. Must not be called while a step is out."""
         plan = Plan()
+        if not self._sequences:
+            return plan
         budget = self._limits.max_batch_tokens
         by_age = sorted(self._sequences.values(), key=lambda s: s.order)
         for decoding in (True, False):
