@@ -11,8 +11,12 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pdbus import __version__
+
+from .client_recorder import ClientBegan, ClientRecorder
 from .endpoint import Endpoint, Received
 from .errors import Broken, Closed, DeadlineExceeded, RequestError
 from .generation import CREDIT_TOKENS, Generation, Prompt, generate_message, sampling_of
@@ -66,12 +70,25 @@ class Client:
 
     Raises DeadlineExceeded or Broken naming the address when nobody answers there, and what the node's `error`
     answers stand for: RequestError, Overloaded and so on. A node that was restarted is greeted anew by the next call.
+    With `record`, a folder, all that it sends and gets is recorded there for `pd-replay`; prompts and answers only with
+    `record_tokens`.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, credit: int = CREDIT_TOKENS) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 5.0,
+        credit: int = CREDIT_TOKENS,
+        record: str | os.PathLike[str] | None = None,
+        record_tokens: bool = False,
+    ) -> None:
         self.address = str(parse_address(address, "address")) if not address.startswith("ipc://") else address
         self.timeout_s = timeout_s
         self._credit = credit
+        self._record = Path(record) if record else None
+        self._record_tokens = record_tokens
+        self._recorder: ClientRecorder | None = None
         self._endpoint: Endpoint | None = None
         self._node: Node | None = None
         self._greeting = asyncio.Lock()
@@ -105,6 +122,9 @@ class Client:
         self._drop_node(Closed("the client was closed"), linger_ms=100)
         self._endpoint.close(linger_ms=100)
         self._endpoint = None
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     async def node(self) -> Node:
         """The node at the other end, greeted if it has not been."""
@@ -213,9 +233,12 @@ class Client:
 
     def _new_endpoint(self) -> Endpoint:
         incarnation = os.urandom(16)
-        return Endpoint(
-            f"client-{incarnation[:4].hex()}", incarnation, self._on_message, on_link_lost=self._on_link_lost
-        )
+        name = f"client-{incarnation[:4].hex()}"
+        if self._record is not None:
+            began = ClientBegan(address=self.address, version=__version__, tokens=self._record_tokens)
+            self._recorder = ClientRecorder(self._record, name, incarnation, began)
+        tap = self._recorder.saw if self._recorder else None
+        return Endpoint(name, incarnation, self._on_message, on_link_lost=self._on_link_lost, tap=tap)
 
     def _open(self) -> Endpoint:
         if self._endpoint is None:

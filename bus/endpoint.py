@@ -37,6 +37,7 @@ BACKLOG = 1024
 LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
 
 M = TypeVar("M", bound=Message)
+Tap = Callable[[str, Header, Message], None]  # link, header, message
 
 
 class Received(NamedTuple):
@@ -86,7 +87,8 @@ class Endpoint:
 
     `on_message(received)` is called for every message that could be read. A PdError that it raises is answered
     with an `error`; any other exception is a bug: it ends `serve()`. `on_link_lost(link)` tells that a connection
-    which we opened has been cut; ZeroMQ re-makes it by itself, maybe to another life of the peer.
+    which we opened has been cut; ZeroMQ re-makes it by itself, maybe to another life of the peer. `tap` sees every
+    message that was sent or has come; the header tells which.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Endpoint:
         on_message: Callable[[Received], None],
         *,
         on_link_lost: Callable[[str], None] | None = None,
+        tap: Tap | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.name = name
@@ -103,6 +106,7 @@ class Endpoint:
         self.counters = Counters()
         self._on_message = on_message
         self._on_link_lost = on_link_lost
+        self._tap = tap
         self._context = context or _context()
         self._owns_context = context is None
         self._router: Pump | None = None
@@ -218,6 +222,8 @@ class Endpoint:
             return 0
         found.seq = seq
         self.counters.sent += 1
+        if self._tap is not None:
+            self._tap(link, header, message)
         return seq
 
     async def request(
@@ -288,6 +294,8 @@ class Endpoint:
             if not e.is_error:
                 self._answer(link.key, e, "", e.header)
             return
+        if self._tap is not None:
+            self._tap(link.key, header, message)
         received = Received(link.key, header, message, raw)
         if header.cause and self._waiting and self._resolve(received):
             return

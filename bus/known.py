@@ -56,6 +56,7 @@ class Known:
     agents: dict[int, Agent] = field(default_factory=dict)  # of that epoch, by rank
     load: Heartbeat | None = None
     last_heard_ns: int = 0
+    cut_since_ns: int | None = None  # until something is heard again
     draining: bool = False
     busy: bool = False
     use_until_ns: int = 0  # while not busy
@@ -104,6 +105,16 @@ class Known:
 
     def forgive(self, now_ns: int) -> None:
         self.use_since_ns = now_ns
+        if self.cut_since_ns is not None:
+            self.cut_since_ns = now_ns
+
+    def cut(self, now_ns: int) -> None:
+        """Asks at once whether it is still there: the answer comes by a new connection or not at all."""
+        self.cut_since_ns = self.ping_ns = now_ns
+
+    def heard(self, now_ns: int) -> None:
+        self.last_heard_ns = max(self.last_heard_ns, now_ns)
+        self.cut_since_ns = None
 
     @property
     def silent_since_ns(self) -> int:
@@ -119,6 +130,7 @@ class Known:
         if self.busy or self.ping_ns < self.use_until_ns:
             limit = config.suspect_ns if self.state is UP else config.dead_ns
             deadlines += [self.ping_ns, self.silent_since_ns + limit]
+            deadlines += [] if self.cut_since_ns is None else [self.cut_since_ns + config.cut_ns]
         else:
             deadlines.append(max(self.use_until_ns, self.last_heard_ns + config.idle_ns))
         return min(deadlines)

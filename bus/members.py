@@ -29,6 +29,7 @@ class MembershipConfig(Declared):
     heartbeat_ns: int = 1 * S
     suspect_ns: int = 3 * S
     dead_ns: int = 5 * S
+    cut_ns: int = 1 * S  # from a cut connection, too, if nothing is heard: the process has gone; a blip mends sooner
     in_use_ns: int = 60 * S  # a link counts as in use for so long after its last live attempt
     idle_ns: int = 60 * S  # a link so long without traffic is looked at for a moment, so that status tells the truth
     handshake_ns: int = 5 * S

@@ -267,6 +267,7 @@ class Membership:
         unwatched = self._unwatched(known)
         known.move("cut", "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
+        known.cut(now_ns)
         return unwatched
 
     # ------------------------------------------------------------ hello, welcome, refused
@@ -360,7 +361,7 @@ class Membership:
             known = self._roster.enter(header, hello)
         known.hello = hello
         known.raise_epoch(hello.epoch)
-        known.last_heard_ns = max(known.last_heard_ns, now_ns)
+        known.heard(now_ns)
         self._roster.let_in(known.name)
         return known, effects
 
@@ -437,7 +438,7 @@ class Membership:
 
     def _listen(self, known: Known, link: str, now_ns: int) -> list[ms.MembershipEffect]:
         """It lives. One judged dead is up again where it calls us, else it is called anew at once."""
-        known.last_heard_ns = max(known.last_heard_ns, now_ns)
+        known.heard(now_ns)
         if link != known.out:
             known.inn = link
         if known.state is UP:
@@ -543,6 +544,8 @@ class Membership:
                 return []
             known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
         silent_ns = now_ns - known.silent_since_ns
+        if known.cut_since_ns is not None and now_ns >= known.cut_since_ns + self._config.cut_ns:
+            return self._lost(known, "the connection was cut and nothing has been heard since", now_ns)
         if silent_ns >= self._config.dead_ns:
             return self._lost(known, f"silent for {silent_ns / 1e9:.1f} s", now_ns)
         if silent_ns >= self._config.suspect_ns:

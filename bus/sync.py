@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,8 +25,16 @@ class SyncClient:
     Any thread may call it. An interrupted wait (Ctrl-C) cancels what was waited for.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, credit: int = CREDIT_TOKENS) -> None:
-        self._client = Client(address, timeout_s=timeout_s, credit=credit)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 5.0,
+        credit: int = CREDIT_TOKENS,
+        record: str | os.PathLike[str] | None = None,
+        record_tokens: bool = False,
+    ) -> None:
+        self._client = Client(address, timeout_s=timeout_s, credit=credit, record=record, record_tokens=record_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 

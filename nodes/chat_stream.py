@@ -16,8 +16,9 @@ TIMEOUT_S = 120.0  # for anything at all to come
 
 @dataclass
 class Answered:
-    """One whole answer. `timeline` is the node's `pd_timeline`."""
+    """One whole answer. `id` as HTTP shows it; `timeline` is the node's `pd_timeline`."""
 
+    id: str = ""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
@@ -32,6 +33,7 @@ def chat(base: str, prompt: str, max_tokens: int, on_text: Callable[[str], None]
     }  # fmt: skip
     answered = Answered()
     for chunk in post_stream(f"{base}/v1/chat/completions", body):
+        answered.id = chunk.get("id", answered.id)
         for choice in chunk.get("choices", []):
             piece = choice.get("delta", {}).get("content") or ""
             answered.text += piece

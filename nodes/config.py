@@ -19,6 +19,7 @@ from typing import Any
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.ports import is_loopback, is_wildcard
+from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
 from . import values
@@ -79,6 +80,7 @@ class NodeConfig(Declared):
     coded_token_us: float
 
     record: str  # folder; "": not recorded
+    record_max: int  # bytes
     record_tokens: bool
     run_dir: str
     written: dict[str, str] = {}  # by option, how the user wrote it: PD_MODEL, model (node.toml)
@@ -243,6 +245,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
             "Time that each token adds to a step."),
     Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
+    Setting("record_max", "Trace", "SIZE", values.size(TOTAL_BYTES_LEAST), TOTAL_BYTES_MAX,
+            "Keep at most so much of this node's recordings: the newest.", "`4GiB`"),
     Setting("record_tokens", "Trace", "", values.switch, False, "Record sampled tokens as well."),
 )  # fmt: skip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}

@@ -30,7 +30,7 @@ from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
-from pdbus.connector.process import Exit
+from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
 
@@ -105,7 +105,13 @@ class Control:
         core_config, membership_config = self._core_config(), self._membership_config()
         self.core = NodeCore(core_config, Membership(membership_config))
         self._recorder = (
-            NodeRecorder(Path(config.record), core_config, membership_config, tokens=config.record_tokens)
+            NodeRecorder(
+                Path(config.record),
+                core_config,
+                membership_config,
+                tokens=config.record_tokens,
+                total_bytes_max=config.record_max,
+            )
             if config.record
             else None
         )
@@ -156,6 +162,7 @@ class Control:
         )  # fmt: skip
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
+        keep_what_is_loaded()
         serving = self._loop.create_task(self.endpoint.serve())
         serving.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
         return await self._ended
@@ -432,6 +439,8 @@ class Control:
         self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
+        if self.core.healing:
+            log.warning("mover: replaced, since too many blocks wait for reads that do not end")
         if self.mover.pid:
             if not self._mover_asked:
                 self._mover_asked = True

@@ -47,6 +47,7 @@ OWNER_MESSAGES = (
 )  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
+QUARANTINE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -73,6 +74,7 @@ class NodeCore:
         self.epoch = 1
         self.worker_up = False
         self.mover_up = False
+        self.healing = False  # the mover is being ended for the sake of reads that do not end
         self.drain_until: int | None = None
         self._agent: Agent | None = None  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
@@ -117,6 +119,8 @@ class NodeCore:
             self._drain(ev.DrainAsked(), now, out)
         if self._reads and not self.mover_up:
             self._reads_are_over(now, out)
+        if self.mover_up and not self.healing and self._quarantine_is_full():
+            self._heal(now, out)
         for fetch in self.requests.admit(now):
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
@@ -346,11 +350,21 @@ class NodeCore:
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
-        self.mover_up = False
+        self.mover_up = self.healing = False
         self.peers.mover_lost()
         if not event.asked:
             self._raise_epoch(now, out, pool_reset=False)
         self._reads_are_over(now, out)
+        out.append(ev.RestartMover(epoch=self.epoch))
+
+    def _quarantine_is_full(self) -> bool:
+        counts = self.pool.counts()
+        return counts.quarantined * QUARANTINE_SHARE_MAX > counts.total
+
+    def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
+        """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""
+        self.healing = True
+        self._raise_epoch(now, out, pool_reset=False)
         out.append(ev.RestartMover(epoch=self.epoch))
 
     def _reads_are_over(self, now: int, out: list[ev.NodeEffect]) -> None:

@@ -1,7 +1,8 @@
 """`pd demo`: the main job on the demo model, and the proof that it changes nothing.
 
-A few chat prompts are prefilled on one node and decoded on another, streamed over the OpenAI HTTP API. The same prompts
-then run on one node that does both, and every token must be equal and every block back.
+A few chat prompts are prefilled on one node and decoded on another, streamed over the OpenAI HTTP API. During the last
+one the prefill node is killed. The same prompts then run on one node that does both: every token must be equal, every
+block back, and the recording of it all must verify.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from pdbus.bus.errors import PdError
 
 from .chat_stream import Answered, chat
 from .cluster import Cluster
+from .incident import explained, killed_in_mid_read, recording_folder
 from .node_process import NodeProcess
 from .tables import size
 
@@ -49,11 +52,13 @@ PROMPTS = (
     LONG_PROMPT,
 )
 
+INCIDENT_PROMPT = f"A team has written down what happened. {LONG_PROMPT}"  # begins otherwise: nothing of it is cached
+
 PHASES = ("queue", "prefill", "read", "confirm", "handover", "ttft", "itl")
 
 
 class Run(NamedTuple):
-    """All prompts through one cluster."""
+    """All prompts through one cluster, that of the incident last."""
 
     answers: list[Answered]
     unclean: list[str]  # nodes whose ledger shows something left over
@@ -76,30 +81,43 @@ def run_demo() -> int:
 
 
 async def _demo(options: dict[str, Any], console: Console) -> int:
-    apart = Cluster(prefill=1, decode=1, options=options)
-    two = await _run(apart, "a prefill node and a decode node", console, _Telling(console))
+    recording = recording_folder()
+    apart = Cluster(prefill=1, decode=1, options={**options, "record": str(recording)})
+    async with _started(apart, "a prefill node and a decode node", console):
+        two = await _two_acts(apart, console)
     console.print("\nThe same prompts, all at once, on one node that does both:")
-    one = await _run(Cluster(prefill=0, decode=0, both=1, options=options), "one node", console, None)
-    return verdict(two, one, console)
+    whole = Cluster(prefill=0, decode=0, both=1, options=options)
+    async with _started(whole, "one node", console):
+        one = Run(await _ask_all_at_once(whole.both[0]), await _unclean(whole))
+    verified = explained(recording, two.answers[-1].id, console)
+    return verdict(two, one, verified, console)
 
 
-async def _run(cluster: Cluster, what: str, console: Console, telling: _Telling | None) -> Run:
+@asynccontextmanager
+async def _started(cluster: Cluster, what: str, console: Console) -> AsyncIterator[None]:
     with console.status(f"starting {what}"):
         await cluster.start()
     try:
         for node in cluster.nodes:
             console.print(f"{node.name} pid {node.pid} {node.address} {node.http}", style="dim")
-        answers = await _ask_all((cluster.decode or cluster.both)[0], telling)
-        return Run(answers, [node.name for node in cluster.nodes if not await _is_clean(node)])
+        yield
     finally:
         await cluster.stop()
 
 
-async def _ask_all(node: NodeProcess, telling: _Telling | None) -> list[Answered]:
-    """Shown one after the other; else all at once, since neighbours must not change a token either."""
-    if telling is not None:
-        return [await _ask(node, prompt, telling) for prompt in PROMPTS]
-    asked = (asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, lambda text: None) for prompt in PROMPTS)
+async def _two_acts(cluster: Cluster, console: Console) -> Run:
+    telling, decode = _Telling(console), cluster.decode[0]
+    answers = [await _ask(decode, prompt, telling) for prompt in PROMPTS]
+    unclean = await _unclean(cluster)
+    console.print("\nAn incident:")
+    answers.append(await killed_in_mid_read(cluster, _ask(decode, INCIDENT_PROMPT, telling), console))
+    return Run(answers, [*unclean, *await _unclean(cluster)])
+
+
+async def _ask_all_at_once(node: NodeProcess) -> list[Answered]:
+    """Neighbours must not change a token."""
+    prompts = (*PROMPTS, INCIDENT_PROMPT)
+    asked = (asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, lambda text: None) for prompt in prompts)
     return list(await asyncio.gather(*asked))
 
 
@@ -108,6 +126,11 @@ async def _ask(node: NodeProcess, prompt: str, telling: _Telling) -> Answered:
     answered = await asyncio.to_thread(chat, node.http, prompt, TOKENS_MAX, telling.text)
     telling.answered(answered)
     return answered
+
+
+async def _unclean(cluster: Cluster) -> list[str]:
+    """Names of living nodes on which something is left over."""
+    return [node.name for node in cluster.nodes if node.running and not await _is_clean(node)]
 
 
 async def _is_clean(node: NodeProcess) -> bool:
@@ -152,12 +175,14 @@ def timeline_line(timeline: dict[str, Any]) -> Text:
     return Text(f"  {'  '.join(parts)} ms  {size(moved)}{rate} from {timeline['prefill_node']}")
 
 
-def verdict(two: Run, one: Run, console: Console) -> int:
+def verdict(two: Run, one: Run, verified: bool, console: Console) -> int:
     """Says what was equal and what is back; 0 when all is well."""
     checks: Sequence[tuple[bool, str]] = (
         _equal(two.answers, one.answers),
         _clean([*two.unclean, *one.unclean]),
-        _remote([answered.timeline for answered in two.answers]),
+        _remote([answered.timeline for answered in two.answers[:-1]]),
+        _survived(two.answers[-1].timeline),
+        (verified, "the recording verifies: every decision comes out the same again, no invariant is broken"),
     )
     for good, said in checks:
         mark = Text("ok  ", style="bold green") if good else Text("FAILED  ", style="bold red")
@@ -177,6 +202,13 @@ def _clean(unclean: Sequence[str]) -> tuple[bool, str]:
     if unclean:
         return False, f"blocks or leases are left over on {', '.join(unclean)}"
     return True, "every block is back on every node"
+
+
+def _survived(timeline: dict[str, Any]) -> tuple[bool, str]:
+    attempts = timeline["attempts"]
+    return attempts > 0 and not timeline["remote"], (
+        f"the prefill node died after {attempts} attempt there; the decode node computed the prompt itself"
+    )
 
 
 def _remote(timelines: Sequence[dict[str, Any]]) -> tuple[bool, str]:

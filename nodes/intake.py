@@ -305,6 +305,8 @@ class Intake:
                 "model": control.setup.model,
                 "engine": control.config.engine,
                 "max_model_len": control.setup.max_model_len,
+                "vocab_size": control.setup.vocab_size,
+                "block_size": control.setup.geometry.block_size,
                 "address": control.address,
                 "http": control.http,
                 "epoch": core.epoch,

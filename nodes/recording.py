@@ -1,7 +1,7 @@
 """What a node's core hears and decides, recorded so that it can be run again.
 
-The first record holds all that the core was made of. Then every input is appended before the core hears it, and what
-the core decided after it, so that even the input that broke a core is there. Tokens are in no event but as opaque
+At the head stands all that the core was made of. Every input is appended before the core hears it, and what the core
+decided after it, so that even the input that broke a core is there. Tokens are in no event but as opaque
 payloads; without `tokens` these are replaced by digests under a key that is thrown away with the process, another for
 each request but the same in inputs and effects: a core that runs again needs no more.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from pdbus import __version__
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import LeaseRenewed, Message, PrefillAccepted, PrefillDone, RenewedEntry, TryId
-from pdbus.bus.recorder import Recorder
+from pdbus.bus.recorder import TOTAL_BYTES_MAX, Recorder
 from pdbus.bus.wire import Declared, replace
 
 from . import events as ev
@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 
 
 class CoreBegan(Declared, tag_field="t", tag=True):
-    """The first record of a node: what its core was made of, by which version. `tokens`: payloads are kept."""
+    """At the head of a node's recording: what its core was made of, by which version. `tokens`: payloads are kept."""
 
     core: CoreConfig
     membership: MembershipConfig
@@ -56,16 +56,21 @@ class NodeRecorder:
     """One node's recording."""
 
     def __init__(
-        self, directory: Path, core: CoreConfig, membership: MembershipConfig, *, tokens: bool = False
+        self,
+        directory: Path,
+        core: CoreConfig,
+        membership: MembershipConfig,
+        *,
+        tokens: bool = False,
+        total_bytes_max: int = TOTAL_BYTES_MAX,
     ) -> None:
         """Raises ConfigError (`--record`) when the file cannot be made."""
-        self._file = Recorder(directory, core.name, core.incarnation)
+        began = CoreBegan(core=core, membership=membership, version=__version__, tokens=tokens)
+        self._file = Recorder(directory, core.name, core.incarnation, began, total_bytes_max=total_bytes_max)
         self.path = self._file.path
         self._tokens = tokens
         self._key = secrets.token_bytes(DIGEST_BYTES)
         self._requests: dict[int, bytes] = {}  # by sequence: those of prompts computed for others
-        began = CoreBegan(core=core, membership=membership, version=__version__, tokens=tokens)
-        self._file.append("CoreBegan", began, 0)
 
     def turn(self, core: NodeCore, event: ev.NodeEvent, now: int) -> list[ev.NodeEffect]:
         """Let the core hear an event; both are recorded, in that order."""

@@ -43,6 +43,8 @@ def not_ready(core: NodeCore) -> list[str]:
         reasons.append("the worker is not up")
     if not core.mover_up:
         reasons.append("the mover is not up")
+    if core.healing:
+        reasons.append("the mover is being replaced: too many blocks wait for reads that do not end")
     if core.drain_until is not None:
         reasons.append("the node is draining")
     return reasons

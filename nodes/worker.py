@@ -35,6 +35,7 @@ from pdbus.connector.ipc import (
     WorkerFailed,
     WorkerReady,
 )
+from pdbus.connector.process import keep_what_is_loaded
 from pdbus.connector.slab import Slab
 from pdbus.nodes.engines import Engine
 
@@ -80,6 +81,7 @@ def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Engine:
     engine = make_engine(args, slab.memory)
     keep_freed_memory()
     engine.warm_up()
+    keep_what_is_loaded()
     channel.send(WorkerReady(pid=os.getpid(), vocab_size=engine.vocab_size, load_ns=time.monotonic_ns() - began))
     return engine
 

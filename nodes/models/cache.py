@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def models_cache() -> Path:
-    """`$PD_CACHE/models`, or `~/.cache/pdbus/models`."""
+def cache_root() -> Path:
+    """`$PD_CACHE`, or `~/.cache/pdbus`."""
     root = os.environ.get("PD_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "pdbus") / "models"
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "pdbus"
+
+
+def models_cache() -> Path:
+    return cache_root() / "models"
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdbus.bus.recorder import Recording
+from pdbus.bus.recording import Recording
 from pdbus.bus.wire import unpack_u32
 
 from .. import events as ev

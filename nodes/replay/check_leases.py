@@ -61,7 +61,8 @@ class Over:
 
 
 class LeaseCheck(Check):
-    def __init__(self, report: Report, began: CoreBegan, facts: Facts) -> None:
+    def __init__(self, report: Report, began: CoreBegan, facts: Facts, *, whole: bool = True) -> None:
+        """`whole`: no lease is older than what is heard."""
         super().__init__(report)
         self.held: dict[Key, Held] = {}
         self.timers: Timers[Key] = Timers()  # the earlier of expiry and deadline
@@ -70,8 +71,9 @@ class LeaseCheck(Check):
         self._facts = facts
         self._over: dict[Key, Over] = {}
         self._generation = 0
-        self._epoch = 1
-        self._advertised: int | None = 0
+        self._since: int | None = 0 if whole else None  # the first generation that is known from its beginning
+        self._epoch: int | None = 1 if whole else None
+        self._advertised: int | None = 0 if whole else None
         self.events = {ev.WorkerLost: self._epoch_ends, ev.MoverLost: self._mover_lost}
         self.effects = {ev.Publish: self._published, ev.Send: self._sent, ev.AdvertiseLeases: self._advertise}
         self.after = {ev.WorkerLost: self._none_left, ev.MoverLost: self._none_left, ev.Tick: self._ticked}
@@ -102,6 +104,10 @@ class LeaseCheck(Check):
             self.report(turn, ONE_LEASE, f"{_name(key)} is granted lease {generation} after lease {was}")
         if generation <= self._generation:
             self.report(turn, ONE_LEASE, f"lease {generation} of {_name(key)} comes after lease {self._generation}")
+        if self._since is None:
+            self._since = generation
+        if self._epoch is None:
+            self._epoch = lease.epoch
         if lease.epoch != self._epoch:
             self.report(turn, ONE_LEASE, f"lease {generation} is of epoch {lease.epoch} in epoch {self._epoch}")
         for other in self.held:
@@ -116,6 +122,8 @@ class LeaseCheck(Check):
 
     def _ends(self, turn: Turn, key: Key, lease: LeaseId, cause: str, held_ns: int) -> None:
         held, generation = self.held.get(key), lease.generation
+        if self._is_older(lease):
+            return
         if held is None or held.lease != lease:
             over = self._over.get(key)
             what = f"a second time, after {over.cause!r}" if over else "without having been granted"
@@ -173,6 +181,8 @@ class LeaseCheck(Check):
 
     def _announced(self, turn: Turn, message: PrefillAccepted | PrefillProgress | PrefillDone) -> None:
         held = self.held.get(key_of(message.try_))
+        if self._is_older(message.lease):
+            return
         if held is None or message.lease != held.lease:
             told = f"{message.KIND} announces lease {message.lease.generation}"
             self.report(turn, ONE_LEASE, f"{told} of {_name(key_of(message.try_))}, which is not held")
@@ -191,6 +201,8 @@ class LeaseCheck(Check):
                         f"lease {held.lease.generation} of {_name(key)} is held, but renewed as if it were not",
                     )
                 continue
+            if entry.lease is not None and self._is_older(entry.lease):
+                continue
             if held is None or entry.lease != held.lease:
                 self.report(turn, RENEWAL, f"{_name(key)} is renewed, but holds no such lease")
                 continue
@@ -205,6 +217,8 @@ class LeaseCheck(Check):
 
     def _released(self, turn: Turn, message: LeaseReleased) -> None:
         key, generation = key_of(message.try_), message.lease.generation
+        if self._is_older(message.lease):
+            return
         over = self._over.get(key)
         done = over is not None and over.cause == Cause.DONE and message.lease == over.lease
         if message.valid and not done:
@@ -216,14 +230,15 @@ class LeaseCheck(Check):
     # ------------------------------------------------------------ epochs and time
 
     def _advertise(self, turn: Turn, effect: ev.AdvertiseLeases) -> None:
-        self._advertised = effect.leases
+        if self._advertised is not None:
+            self._advertised = effect.leases
 
     def _mover_lost(self, turn: Turn, event: ev.MoverLost) -> None:
         if not event.asked:
             self._epoch_ends(turn, event)
 
     def _epoch_ends(self, turn: Turn, event: ev.NodeEvent) -> None:
-        self._epoch += 1
+        self._epoch = self._epoch + 1 if self._epoch else None
 
     def _none_left(self, turn: Turn) -> None:
         asked = isinstance(turn.event, ev.MoverLost) and turn.event.asked
@@ -238,12 +253,16 @@ class LeaseCheck(Check):
             self.report(turn, IN_TIME, f"lease {held.lease.generation} of {_name(key)} outlives {time}")
 
     def every_turn(self, turn: Turn) -> None:
-        if self._advertised != len(self.held):
+        if self._advertised is not None and self._advertised != len(self.held):
             told = f"the mover is told of {self._advertised} leases, {len(self.held)} are held"
             self.report(turn, "R5: who may read is known", told)
             self._advertised = len(self.held)
 
     # ------------------------------------------------------------ words
+
+    def _is_older(self, lease: LeaseId) -> bool:
+        """Than what is heard: nothing is known of it."""
+        return self._since is None or lease.generation < self._since
 
     def _lease(self, data: dict[str, Any]) -> LeaseId:
         return LeaseId(

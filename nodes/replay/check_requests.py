@@ -12,6 +12,7 @@ from pdbus.connector.timers import Timers
 
 from .. import events as ev
 from .checks import Check, Report
+from .facts import Ended, Facts
 from .turns import Turn
 
 REASONS = ("stop", "length", "cancelled", "error")
@@ -29,8 +30,11 @@ class Open:
 
 
 class RequestCheck(Check):
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, facts: Facts, *, whole: bool = True) -> None:
+        """`whole`: what begins is all that there is."""
         super().__init__(report)
+        self._facts = facts
+        self._whole = whole
         self.deadlines: Timers[bytes] = Timers()
         self.ended: Counter[str] = Counter()  # by reason
         self.open: dict[bytes, Open] = {}
@@ -78,6 +82,7 @@ class RequestCheck(Check):
         del self.open[effect.request]
         self.deadlines.clear(effect.request)
         self.ended[effect.reason] += 1
+        self._facts.ended[effect.request] = Ended(effect.reason, effect.completion_tokens)
         name = effect.request.hex()
         if effect.completion_tokens != found.tokens:
             self.report(turn, RULE, f"request {name} ends with {effect.completion_tokens} tokens of {found.tokens}")
@@ -95,7 +100,7 @@ class RequestCheck(Check):
 
     def _found(self, turn: Turn, request: bytes, what: str) -> Open | None:
         found = self.open.get(request)
-        if found is None:
+        if found is None and (self._whole or request in self._known):
             before = "after its end" if request in self._known else "without having begun"
             self.report(turn, RULE, f"request {request.hex()} {what} {before}")
         return found

@@ -8,14 +8,19 @@ from typing import Annotated
 
 import typer
 
-from ..options import group
+from pdbus.bus.errors import ConfigError
 
-replay = group("Look into recordings.")
+from ..options import AsJson, group
+from ..values import addresses
+
+FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
+
+replay = group("Look into recordings, replay workloads.")
 
 
 @replay.callback()
 def _replay() -> None:
-    """Look into recordings."""
+    """Look into recordings, replay workloads."""
 
 
 @replay.command()
@@ -52,6 +57,81 @@ def verify(
         block=named("--block", block),
     )
     raise typer.Exit(code)
+
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="A trace of Mooncake or Azure, agent sessions of Weka, or a folder of --record; packed with gzip or not.",
+    ),
+]
+Format = Annotated[
+    str,
+    typer.Option("--format", metavar="NAME", help="mooncake, azure, weka or recording; auto tells by what is in it."),
+]
+
+
+@replay.command()
+def load(
+    workload: Source,
+    *,
+    to: Annotated[str, typer.Option(metavar="ADDRESS[,ADDRESS...]", help="Bus addresses of decode nodes.")],
+    speed: Annotated[float, typer.Option(metavar="X", help="So many times as fast.")] = 1.0,
+    scale_tokens: Annotated[float, typer.Option(metavar="X", help="So many times the tokens.")] = 1.0,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", help="Spread requests that stand on coarse ticks over the tick.")
+    ] = False,
+    max_requests: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N; 0: all.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Of prompts and spread ticks: another one asks what no node has cached.")
+    ] = 0,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one page.")] = None,
+    format: Format = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Play a workload against live nodes. Exit status 1: no request completed."""
+    from .load import Report, Shape, run_load
+
+    shape = Shape(dequantise, max_requests, _factor("--speed", speed), _factor("--scale-tokens", scale_tokens), seed)
+    raise typer.Exit(run_load(workload, _addresses(to), shape, Report(as_json, html), _format(format)))
+
+
+@replay.command()
+def export(
+    workload: Source,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; packed if its name ends in .gz.")],
+    *,
+    format: Format = "auto",
+) -> None:
+    """Write a workload or a recording as a Mooncake trace."""
+    from .load import run_export
+
+    raise typer.Exit(run_export(workload, file, _format(format)))
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    try:
+        given = addresses(text)
+    except ValueError as e:
+        raise ConfigError("--to", str(e)) from None
+    if not given:
+        raise ConfigError("--to", "names no node; give tcp://HOST:PORT of decode nodes")
+    return given
+
+
+def _factor(option: str, value: float) -> float:
+    if not 0 < value <= FACTOR_MAX:
+        raise ConfigError(option, f"{value:g} will not do; give a number above 0, at most {FACTOR_MAX:g}")
+    return value
+
+
+def _format(name: str) -> str:
+    from .importers import AUTO, FORMATS
+
+    if name not in (AUTO, *FORMATS):
+        raise ConfigError("--format", f"{name!r} is not known; give {', '.join((AUTO, *FORMATS))}")
+    return name
 
 
 def _request_id(text: str) -> str:

@@ -27,6 +27,23 @@ class Confirmed(NamedTuple):
     now_ns: int
 
 
+class Ended(NamedTuple):
+    """How a decode node ended a request."""
+
+    reason: str
+    tokens: int
+
+
+class Answered(NamedTuple):
+    """How a client was told that a request ended, by which node."""
+
+    by: Life
+    reason: str
+    tokens: int
+    sequence: int
+    now_ns: int
+
+
 @dataclass
 class Facts:
     """One life of one node."""
@@ -36,4 +53,7 @@ class Facts:
     confirmed: list[Confirmed] = field(default_factory=list)
     sent: dict[bytes, None] = field(default_factory=dict)  # digests of messages, as others would hear them
     heard: dict[Life, dict[bytes, int]] = field(default_factory=dict)  # from whom: digest -> where first
+    ended: dict[bytes, Ended] = field(default_factory=dict)  # by request
+    answered: dict[bytes, Answered] = field(default_factory=dict)  # a client's, by request
+    met: dict[Life, None] = field(default_factory=dict)  # the nodes that a client has spoken to
     clean: bool = False  # it ended in good order, and nothing of it is missing

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pdbus.bus.messages import LeaseRenew, LeaseRenewed, TryId
-from pdbus.bus.recorder import RawRecord, Recording
+from pdbus.bus.recording import Recording
 from pdbus.bus.wire import Declared, to_plain
 
 from .. import events as ev
 from ..recording import kind_of
 from .check_messages import name_of
+from .client_run import client_story, is_client
 from .rerun import recorded
 from .show import describe
 from .story import Moment
@@ -35,16 +36,15 @@ class Lease(NamedTuple):
 def opened(recording: Recording) -> tuple[int, Iterator[Turn]]:
     """The size of its blocks in tokens, and what was recorded, typed, as far as it can be read: nothing of another
     program's recording."""
-    records = recording.raw()
     try:
-        made, _ = began(records)
+        made, _ = began(recording)
     except Unreadable:
         return 1, iter(())
-    return made.core.block_size, _turns(recording, records)
+    return made.core.block_size, _turns(recording)
 
 
-def _turns(recording: Recording, records: Iterator[RawRecord]) -> Iterator[Turn]:
-    for raw in turns_of(recording, records):
+def _turns(recording: Recording) -> Iterator[Turn]:
+    for raw in turns_of(recording):
         if isinstance(raw, RawTurn):
             try:
                 yield recorded(raw)
@@ -143,7 +143,9 @@ def requests_like(beginning: str, recordings: Sequence[Recording]) -> list[bytes
 
 
 def story_of(wanted: Subject, recording: Recording, offset_ns: int) -> list[Moment]:
-    """One node's moments of a request, or of one try of it."""
+    """One node's or client's moments of a request, or of one try of it."""
+    if is_client(recording):
+        return [] if wanted.attempt else client_story(wanted.request, recording, offset_ns)
     follower, node = Follower(), recording.header.node
     moments: list[Moment] = []
     for turn in turns(recording):

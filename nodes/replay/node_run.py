@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 
 from pdbus import __version__
-from pdbus.bus.recorder import Recording
+from pdbus.bus.recording import Recording
 
 from .. import events as ev
 from ..core import NodeCore
@@ -25,25 +23,15 @@ from .checks import Check, Checks, Report
 from .facts import Facts
 from .findings import Finding, Kind
 from .rerun import Diverged, Rerun, recorded
+from .runs import Run
 from .turns import Hole, RawTurn, Turn, Unreadable, began, effect_of, turns_of
 
 NOTHING_LEFT = "nothing is left of a node that has drained"
+WITHOUT_BEGINNING = (
+    "a core runs again only from its beginning. Checked are the requests and leases that begin later, what was said, "
+    "and the clock; blocks are not"
+)
 VIOLATIONS_MAX = 100  # of one node; the first says the most
-
-
-@dataclass
-class NodeRun:
-    """What came of one file. `again`: run again to its end with the same decisions; None: not run again."""
-
-    path: Path
-    facts: Facts
-    version: str = ""
-    records: int = 0
-    inputs: int = 0
-    ended: str = ""
-    again: bool | None = None
-    requests: Counter[str] | None = None
-    leases: Counter[str] | None = None
 
 
 class Drained(Check):
@@ -63,23 +51,22 @@ class Runner:
 
     def __init__(self, recording: Recording, findings: list[Finding]) -> None:
         header = recording.header
-        self.run = NodeRun(recording.path, Facts((header.node, header.incarnation)))
+        self.run = Run(recording, Facts((header.node, header.incarnation)))
         self._recording = recording
         self._findings = findings
         self._violations = 0
         self._rerun: Rerun | None = None
 
-    def all(self) -> NodeRun:
-        records = self._recording.raw()
+    def all(self) -> Run:
         try:
-            first, understood = began(records)
+            first, understood = began(self._recording)
         except Unreadable as e:
-            self._find(Kind.DAMAGE if self._recording.damaged else Kind.NOTE, f"{e}; not checked")
-            self.run.ended = self._recording.truncated or "unknown"
+            self._find(Kind.NOTE, f"{e}; not checked")
+            self.run.ended = "unknown"
             return self.run
         self._prepare(first, understood)
         last: RawTurn | None = None
-        for raw in turns_of(self._recording, records):
+        for raw in turns_of(self._recording):
             if isinstance(raw, Hole):
                 self._hole(raw)
                 break
@@ -95,26 +82,20 @@ class Runner:
     # ------------------------------------------------------------ the beginning
 
     def _prepare(self, first: CoreBegan, understood: bool) -> None:
-        run, report = self.run, self._violation
-        run.version, run.records = first.version, 1
+        run, report, whole = self.run, self._violation, not self._recording.gone
+        run.version = first.version
         self._blocks = Blocks(first.core.block_size)
-        self._requests = RequestCheck(report)
-        self._leases = LeaseCheck(report, first, run.facts)
+        self._requests = RequestCheck(report, run.facts, whole=whole)
+        self._leases = LeaseCheck(report, first, run.facts, whole=whole)
         self._reads = ReadCheck(report, self._blocks, run.facts)
         self._drained = Drained(report)
-        self._checks = Checks(
-            [
-                self._requests,
-                self._leases,
-                StepCheck(report, self._blocks),
-                self._reads,
-                OfferCheck(report, self._blocks),
-                MessageCheck(report, run.facts),
-                self._drained,
-            ]
-        )
+        of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks)]
+        others = [self._requests, self._leases, MessageCheck(report, run.facts), self._drained]
+        self._checks = Checks([*others, *(of_blocks if whole else ())])
         self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
-        if understood:
+        if not whole:
+            self._find(Kind.NOTE, f"{_gone(self._recording)} not there: {WITHOUT_BEGINNING}")
+        elif understood:
             self._rerun, run.again = Rerun(first), True
             self._clock.core = self._rerun.core
         else:
@@ -187,8 +168,9 @@ class Runner:
             run.ended = run.ended or recording.truncated or "not shut down"
             return
         run.ended = "shut down"
-        run.facts.clean = True
-        self._nothing_left(turn)
+        if not recording.gone:
+            run.facts.clean = True
+            self._nothing_left(turn)
 
     def _ended_leases(self) -> Counter[str]:
         return Counter(granted.cause or "held at the end" for granted in self.run.facts.leases.values())
@@ -226,4 +208,9 @@ class Runner:
             self._find(Kind.VIOLATION, text, turn.sequence, turn.now_ns, rule)
 
     def _find(self, kind: Kind, text: str, sequence: int = 0, at_ns: int = 0, rule: str = "") -> None:
-        self._findings.append(Finding(kind, text, self.run.facts.life, self.run.path, sequence, at_ns, rule))
+        run = self.run
+        self._findings.append(Finding(kind, text, run.facts.life, run.recording.path, sequence, at_ns, rule))
+
+
+def _gone(recording: Recording) -> str:
+    return f"parts 1 to {recording.gone} are" if recording.gone > 1 else "part 1 is"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdbus.bus.membership import Membership
-from pdbus.bus.recorder import RawRecord
+from pdbus.bus.recording_part import RawRecord
 from pdbus.bus.wire import encode, encode_all, to_plain
 
 from .. import events as ev

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from pdbus.bus.recorder import Record, Recording, read
+from pdbus.bus.recording import Recording
+from pdbus.bus.recording_part import Record
 
 from ..tables import output
-from .files import clock_offsets, files_of
+from .files import clock_offsets, opened
 
 DETAIL_CHARS_MAX = 160
 KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
@@ -52,10 +53,13 @@ def show_request(wanted: str, paths: Sequence[Path]) -> int:
 
 def load(paths: Sequence[Path]) -> tuple[list[Moment], list[str]]:
     """All records of all files in the order of the common clock, and what is to be said about the files."""
-    recordings = [read(file) for path in paths for file in files_of(path)]
+    files = opened(paths)
+    recordings = files.recordings
     offsets = clock_offsets([recording.header for recording in recordings])
     moments = [moment for r, offset in zip(recordings, offsets, strict=True) for moment in _moments(r, offset)]
-    notes = [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
+    notes = [str(problem) for problem in files.problems]
+    notes += [f"{r.path.name}: the {r.gone} parts before it are not there" for r in recordings if r.gone]
+    notes += [f"{r.path.name}: {r.truncated}; shown up to there" for r in recordings if r.truncated]
     notes += [f"{r.path.name}: {r.lost} records were lost while recording" for r in recordings if r.lost]
     return sorted(moments, key=lambda m: (m.at_ns, m.node, m.record.sequence)), notes
 
@@ -80,11 +84,13 @@ def _ties(value: Any, owner: Tie) -> Iterator[Tie]:
             yield from _ties(item, owner)
     if not isinstance(value, dict):
         return
-    request, client = value.get("request"), value.get("client_id")
+    request, client, key = value.get("request"), value.get("client_id"), value.get("client")
     if isinstance(request, bytes) and request:
         yield ("request", request)
-    if isinstance(client, str) and client:
-        yield ("client", client)
+    if isinstance(client, str) and client:  # in a client's own recording
+        yield ("client", f"{owner[1].hex()}:{client}")
+    if isinstance(key, str) and key:  # as a node calls it
+        yield ("client", key)
     if isinstance(value.get("read"), int):
         yield ("read", value["read"], *owner)
     if "generation" in value:
@@ -96,7 +102,9 @@ def _ties(value: Any, owner: Tie) -> Iterator[Tie]:
 def find(moments: Sequence[Moment], wanted: str) -> list[Tie]:
     """The requests whose id begins with `wanted` in hex, or whose client's id it is. An exact one beats a beginning."""
     requests = dict.fromkeys(tie for m in moments for tie in m.ties if tie[0] == "request")
-    clients = dict.fromkeys(tie for m in moments for tie in m.ties if tie == ("client", wanted))
+    clients = dict.fromkeys(
+        tie for m in moments for tie in m.ties if tie[0] == "client" and tie[1].rpartition(":")[2] == wanted
+    )
     by_client = dict.fromkeys(
         tie for m in moments if any(tie in clients for tie in m.ties) for tie in m.ties if tie[0] == "request"
     )

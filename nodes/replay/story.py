@@ -56,7 +56,7 @@ def merged(moments: Sequence[Moment]) -> list[Moment]:
     return out
 
 
-MANY = ("EmitToken", "CreditGiven")
+MANY = ("EmitToken", "CreditGiven", "Got token", "Sent credit")
 
 
 def table(title: str, moments: Sequence[Moment]) -> Table:

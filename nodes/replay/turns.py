@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from pdbus.bus.errors import RemoteProtocolError
 from pdbus.bus.messages import MESSAGES
-from pdbus.bus.recorder import RawRecord, Recording
-from pdbus.bus.wire import Declared, decoder, encode
+from pdbus.bus.recording import Recording
+from pdbus.bus.recording_part import RawRecord
+from pdbus.bus.wire import Declared, decode, decoder, encode
 
 from .. import events as ev
 from ..recording import CoreBegan, CoreRaised
@@ -44,12 +45,17 @@ class Hole(NamedTuple):
     lost: bool
 
 
-def turns_of(recording: Recording, records: Iterator[RawRecord]) -> Iterator[RawTurn | Hole]:
-    """Inputs with their effects, in order; a Hole ends it. `records` are those after the first."""
+def turns_of(recording: Recording) -> Iterator[RawTurn | Hole]:
+    """Inputs with their effects, in order; a Hole ends it. Where the beginning is gone the first input that is there
+    with all its effects comes first."""
     heard: RawRecord | None = None
     decided: list[RawRecord] = []
-    last = 1
-    for record in records:
+    last = 0
+    for record in recording.raw():
+        if recording.gone and not last:
+            if record.cause:
+                continue
+            last = record.sequence - 1
         last += 1
         cause = record.cause
         if record.sequence != last or (cause and (heard is None or cause != heard.sequence)):
@@ -76,16 +82,30 @@ def _hole(recording: Recording, record: RawRecord, expected: int) -> Hole:
     return Hole(expected - 1, f"record {expected} names {record.cause} as its input, which is another", lost=False)
 
 
-def began(records: Iterator[RawRecord]) -> tuple[CoreBegan, bool]:
-    """What the node's core was made of, and whether this version knows all of it. Raises Unreadable for another
-    program's recording."""
-    first = next(records, None)
-    if first is None:
-        raise Unreadable("holds no record")
-    if first.kind != CoreBegan.__name__:
-        raise Unreadable(f"begins with {first.kind!r}, not with a node's settings: another program wrote it")
-    made: CoreBegan = _decoded(_BEGAN, first)
-    return made, encode(made) == bytes(first.payload)
+def began(recording: Recording) -> tuple[CoreBegan, bool]:
+    """What the node's core was made of, and whether this version knows all of it. Raises Unreadable for the recording
+    of something else."""
+    about = recording.header.about
+    tag = tag_of(recording)
+    if tag != CoreBegan.__name__:
+        raise Unreadable(f"begins with {tag!r}, not with a node's settings: another program wrote it")
+    try:
+        made = decode(about, CoreBegan, name=tag)
+    except RemoteProtocolError as e:
+        raise Unreadable(f"{tag}: {e}") from None
+    return made, encode(made) == bytes(about)
+
+
+class _Tag(Declared):
+    t: str = ""
+
+
+def tag_of(recording: Recording) -> str:
+    """The type of what was recorded, '' for none that has one."""
+    try:
+        return decode(recording.header.about, _Tag).t
+    except RemoteProtocolError:
+        return ""
 
 
 def event_of(record: RawRecord) -> ev.NodeEvent:
@@ -98,7 +118,6 @@ def effect_of(record: RawRecord) -> ev.NodeEffect | CoreRaised:
     return _decoded(_decoder(record.kind, ev.NodeEffect), record)  # type: ignore[no-any-return]
 
 
-_BEGAN = decoder(CoreBegan)
 _decoders: dict[str, Decoder] = {CoreRaised.__name__: decoder(CoreRaised)}  # by a record's kind
 
 
@@ -115,8 +134,8 @@ def _decoder(kind: str, base: type[Declared]) -> Decoder:
     return found
 
 
-def _decoded(decode: Decoder, record: RawRecord) -> Any:
+def _decoded(decode_one: Decoder, record: RawRecord) -> Any:
     try:
-        return decode(record.payload)
+        return decode_one(record.payload)
     except RemoteProtocolError as e:
         raise Unreadable(f"{record.kind}: {e}") from None

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.recorder import Record, read
+from pdbus.bus.recording import Recording
+from pdbus.bus.recording_part import Record
 
 from ..tables import output
 from .block_history import BlockHistory
@@ -27,6 +28,7 @@ EXIT_FAILED = 1
 EXIT_NO_RECORDING = 2
 AROUND = 4  # records before and after a finding
 SHOWN_MAX = 20  # findings; the first ones say the most
+AGAIN = {True: "the same", False: "[red]another[/]", None: "[yellow]not[/]"}
 TOLD_AROUND_MAX = 3  # of these the records around are shown
 
 Named = tuple[str, int]  # [NODE/]NUMBER
@@ -40,7 +42,7 @@ def verify(paths: Sequence[Path], *, lease: Named | None = None, request: str = 
     console.print(_nodes(cluster))
     _print_findings(cluster, console)
     console.print(_verdict(cluster))
-    files = [run.path for run in cluster.runs]
+    files = [run.recording for run in cluster.runs]
     if lease:
         _tell_lease(Lease(*lease), files, console)
     if request:
@@ -61,14 +63,15 @@ def _nodes(cluster: ClusterRun) -> Table:
         grid.add_column(column, justify="right" if column == "records" else "left", overflow="fold")
     for run in cluster.runs:
         name, incarnation = run.facts.life
-        again = {True: "the same", False: "[red]another[/]", None: "[yellow]not[/]"}[run.again]
+        again = "a client" if run.is_client else AGAIN[run.again]
         grid.add_row(escape(name), incarnation.hex()[:12], f"{run.records:,}", again, escape(run.ended))
     return grid
 
 
 def _verdict(cluster: ClusterRun) -> str:
-    requests: Counter[str] = sum((run.requests or Counter() for run in cluster.runs), Counter())
-    leases: Counter[str] = sum((run.leases or Counter() for run in cluster.runs), Counter())
+    nodes = [run for run in cluster.runs if not run.is_client]
+    requests: Counter[str] = sum((run.requests or Counter() for run in nodes), Counter())
+    leases: Counter[str] = sum((run.leases or Counter() for run in nodes), Counter())
     counted = f"{_counts('requests', requests)}; {_counts('leases', leases)}"
     kinds = Counter(finding.kind.value for finding in cluster.failures)
     if not kinds:
@@ -86,8 +89,8 @@ def _print_findings(cluster: ClusterRun, console: Console) -> None:
     failures = sorted(cluster.failures, key=_order(cluster))
     for place, finding in enumerate(failures[:SHOWN_MAX]):
         console.print(_line(finding, "red"), soft_wrap=True)
-        if place < TOLD_AROUND_MAX and finding.sequence and finding.path:
-            console.print(_around(finding, finding.path))
+        if place < TOLD_AROUND_MAX and finding.sequence:
+            console.print(_around(finding, cluster))
     if len(failures) > SHOWN_MAX:
         console.print(f"[red]and {len(failures) - SHOWN_MAX} more[/]")
     for note in cluster.notes:
@@ -95,11 +98,9 @@ def _print_findings(cluster: ClusterRun, console: Console) -> None:
 
 
 def _order(cluster: ClusterRun) -> Callable[[Finding], tuple[int, int]]:
-    headers = [read(run.path) for run in cluster.runs]
-    offsets = dict(zip((r.path for r in headers), clock_offsets([r.header for r in headers]), strict=True))
-    for recording in headers:
-        recording.close()
-    return lambda f: (f.at_ns + offsets.get(f.path, 0) if f.path else 0, f.sequence)
+    offsets = clock_offsets([run.recording.header for run in cluster.runs])
+    by_life = {run.facts.life: offset for run, offset in zip(cluster.runs, offsets, strict=True)}
+    return lambda f: (f.at_ns + by_life[f.life] if f.life else 0, f.sequence)
 
 
 def _line(finding: Finding, colour: str) -> str:
@@ -109,38 +110,38 @@ def _line(finding: Finding, colour: str) -> str:
     return f"[{colour}]{finding.kind.value}[/]{where}{at}: {escape(finding.text)}{rule}"
 
 
-def _around(finding: Finding, path: Path) -> Table:
+def _around(finding: Finding, cluster: ClusterRun) -> Table:
     """The records before and after the one at fault."""
-    records = list(_near(path, finding.sequence))
     moments = []
-    for record in records:
-        what, details = describe(record.kind, record.payload)
-        mark = "> " if record.sequence == finding.sequence else "  "
-        moments.append(
-            Moment(record.now_ns, finding.life[0] if finding.life else "", record.sequence, mark + what, details)
-        )
+    for run in cluster.runs:
+        for record in _near(run.recording, finding.sequence) if run.facts.life == finding.life else ():
+            what, details = describe(record.kind, record.payload)
+            mark = "> " if record.sequence == finding.sequence else "  "
+            moments.append(Moment(record.now_ns, run.facts.life[0], record.sequence, mark + what, details))
     return table("", moments)
 
 
-def _near(path: Path, sequence: int) -> Iterator[Record]:
-    for record in read(path):
+def _near(recording: Recording, sequence: int) -> Iterator[Record]:
+    for record in recording:
         if abs(record.sequence - sequence) <= AROUND:
             yield record
+        elif record.sequence > sequence:
+            return
 
 
 # ---------------------------------------------------------------- histories
 
 
-def _tell_lease(lease: Lease, files: Sequence[Path], console: Console) -> None:
-    found = tries_of(lease, [read(file) for file in files])
+def _tell_lease(lease: Lease, files: Sequence[Recording], console: Console) -> None:
+    found = tries_of(lease, files)
     if not found:
         _complain(f"no lease {lease.generation}{f' of {lease.node}' if lease.node else ''} in these recordings")
     for (node, incarnation, generation), subject in found.items():
         console.print(_story(f"lease {generation} of {title((node, incarnation))}", subject, files))
 
 
-def _tell_request(beginning: str, files: Sequence[Path], console: Console) -> None:
-    found = requests_like(beginning.lower(), [read(file) for file in files])
+def _tell_request(beginning: str, files: Sequence[Recording], console: Console) -> None:
+    found = requests_like(beginning.lower(), files)
     if len(found) != 1:
         fits = "no request begins so" if not found else f"{len(found)} requests begin so: give more of the id"
         _complain(f"--request {beginning}: {fits}")
@@ -148,15 +149,14 @@ def _tell_request(beginning: str, files: Sequence[Path], console: Console) -> No
     console.print(_story(f"request {found[0].hex()}", Subject(found[0]), files))
 
 
-def _story(name: str, subject: Subject, files: Sequence[Path]) -> Table:
-    recordings = [read(file) for file in files]
-    offsets = clock_offsets([recording.header for recording in recordings])
-    stories = [story_of(subject, r, offset) for r, offset in zip(recordings, offsets, strict=True)]
+def _story(name: str, subject: Subject, files: Sequence[Recording]) -> Table:
+    offsets = clock_offsets([recording.header for recording in files])
+    stories = [story_of(subject, r, offset) for r, offset in zip(files, offsets, strict=True)]
     return table(name, merged(in_order(stories)))
 
 
-def _tell_block(node: str, block: int, files: Sequence[Path], console: Console) -> None:
-    recordings = [r for r in map(read, files) if node in ("", r.header.node)]
+def _tell_block(node: str, block: int, files: Sequence[Recording], console: Console) -> None:
+    recordings = [r for r in files if node in ("", r.header.node)]
     offsets = clock_offsets([recording.header for recording in recordings])
     found = False
     for recording, offset in zip(recordings, offsets, strict=True):

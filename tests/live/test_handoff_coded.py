@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.bus.recorder import read
+from pdbus.bus.recording import read
 
 from .conftest import Answered, Live, answer
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from pdbus.bus import recorder as recorder_module
-from pdbus.bus.recorder import RawRecord, read
-from pdbus.bus.wire import Raw, array_of, encode, replace
+from pdbus.bus import recording_part
+from pdbus.bus.recording import read
+from pdbus.bus.recording_part import RawRecord
+from pdbus.bus.wire import Raw, replace
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.findings import Finding, Kind
 from pdbus.nodes.replay.node_run import Runner
@@ -18,6 +20,7 @@ from pdbus.nodes.replay.node_run import Runner
 from .cluster_sim import Fault, Plan, plan_of
 from .cluster_world import S
 from .recorded import record
+from tests.recordings import header_bytes, rewrite, write
 
 FAULTY = Plan(
     requests=10,
@@ -39,10 +42,11 @@ def test_every_run_verifies(seed: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run with faults, in small frames."""
+    """One run with faults, in small chunks."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder_module, "BATCH_RECORDS_MAX", 7)
+        patch.setattr(recording_part, "CHUNK_BYTES", 1)
         record(5, folder, patch, FAULTY)
     return folder
 
@@ -62,8 +66,7 @@ def test_what_is_cut_anywhere_verifies_as_far_as_it_goes(folder: Path, tmp_path:
     for _ in range(40):
         file = chooser.choice(files)
         whole = file.read_bytes()
-        header_end = 12 + int.from_bytes(whole[:4], "little")
-        file.write_bytes(whole[: chooser.randint(header_end, len(whole))])
+        file.write_bytes(whole[: chooser.randint(header_bytes(file), len(whole))])
         assert ClusterRun([tmp_path]).failures == []
         file.write_bytes(whole)
 
@@ -83,17 +86,66 @@ def test_one_side_alone_says_how_much_is_unseen(folder: Path, tmp_path: Path) ->
     assert any("its side of" in text and "hand-offs was not checked" in text for text in notes)
 
 
+# ---------------------------------------------------------------- rotated
+
+
+@pytest.fixture(scope="module")
+def rotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in many small files."""
+    folder = tmp_path_factory.mktemp("rotated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "BATCH_RECORDS_MAX", 20)
+        patch.setattr(recording_part, "CHUNK_BYTES", 1)
+        patch.setattr(recorder_module, "PART_BYTES_MAX", 4000)
+        record(5, folder, patch, FAULTY)
+    return folder
+
+
+def test_a_rotated_recording_verifies_like_a_whole_one(folder: Path, rotated: Path) -> None:
+    one, many = ClusterRun([folder]), ClusterRun([rotated])
+    assert many.findings == []
+    assert [(run.facts.life, run.records, run.again) for run in many.runs] == [
+        (run.facts.life, run.records, run.again) for run in one.runs
+    ]
+    assert max(len(run.recording.parts) for run in many.runs) > 5
+
+
+def test_without_its_first_parts_a_recording_is_checked_as_far_as_it_goes(rotated: Path, tmp_path: Path) -> None:
+    """What went when the folder was full is no violation, wherever the rest begins; but it is said."""
+    files = copied(rotated, tmp_path)
+    chooser = random.Random(3)
+    for _ in range(12):
+        for name in ("d1", "p1"):
+            parts = [file for file in files if file.name.startswith(name)]
+            for file in parts:
+                file.write_bytes((rotated / file.name).read_bytes())
+            gone = chooser.randint(1, len(parts) - 1)
+            for file in parts[:gone]:
+                file.unlink()
+        verified = ClusterRun([tmp_path])
+        assert verified.failures == []
+        runs = [run for run in verified.runs if run.recording.gone]
+        assert {run.facts.life[0] for run in runs} == {"d1", "p1"}
+        assert all(run.again is None for run in runs)
+        assert sum("a core runs again only from its beginning" in note.text for note in verified.notes) == len(runs)
+
+
+def test_a_violation_in_what_is_left_of_a_recording_is_found(rotated: Path, tmp_path: Path) -> None:
+    """A lease that ends for no cause does, whatever came before it began."""
+
+    def wrong(record: RawRecord) -> RawRecord:
+        payload = bytes(record.payload)
+        return replace(record, payload=Raw(payload.replace(b"done", b"lost"))) if b"lease.ended" in payload else record
+
+    first, *rest = (file for file in copied(rotated, tmp_path) if file.name.startswith("p1-"))
+    first.unlink()
+    for part in rest:
+        rewrite(part, wrong)
+    found = ClusterRun([tmp_path]).failures
+    assert any("ends as 'lost', but that is no cause" in finding.text for finding in found)
+
+
 # ---------------------------------------------------------------- changed bytes
-
-
-def rewritten(path: Path, to: Path, change: Callable[[RawRecord], RawRecord]) -> Path:
-    """The same recording, with good checksums, some records changed."""
-    whole = path.read_bytes()
-    header = whole[: 12 + int.from_bytes(whole[:4], "little")]
-    records = [encode(change(record)) for record in read(path).raw()]
-    data = array_of(records)
-    to.write_bytes(header + recorder_module.frame(data))
-    return to
 
 
 def flipped(payload: bytes, at: int, bit: int) -> bytes:
@@ -123,7 +175,7 @@ def test_any_changed_byte_of_an_effect_is_found(lives: list[Path], tmp_path: Pat
             def change(record: RawRecord, victim: RawRecord = victim, payload: bytes = payload) -> RawRecord:
                 return replace(record, payload=Raw(payload)) if record.sequence == victim.sequence else record
 
-            found = findings_of(rewritten(life, tmp_path / "changed.pdrec", change))
+            found = findings_of(rewrite(life, change, tmp_path / "changed.mcap"))
             assert found, f"record {victim.sequence} of {life.name}, byte {at}"
             assert found[0].kind is Kind.DAMAGE or found[0].sequence == victim.sequence
 
@@ -143,7 +195,7 @@ def test_what_is_around_an_effect_counts_too(
 ) -> None:
     victims = [record.sequence for record in read(lives[0]).raw() if record.cause]
     victim = victims[len(victims) // 2]
-    path = rewritten(lives[0], tmp_path / "changed.pdrec", lambda r: change(r) if r.sequence == victim else r)
+    path = rewrite(lives[0], lambda r: change(r) if r.sequence == victim else r, tmp_path / "changed.mcap")
     assert findings_of(path)
 
 
@@ -158,8 +210,6 @@ def test_an_effect_that_is_missing_or_added_is_found(lives: list[Path], tmp_path
             if not old.cause:
                 numbers[old.sequence] = number
             renumbered.append(replace(old, sequence=number, cause=numbers.get(old.cause, 0)))
-        header = lives[0].read_bytes()[: 12 + int.from_bytes(lives[0].read_bytes()[:4], "little")]
-        path = tmp_path / "changed.pdrec"
-        path.write_bytes(header + recorder_module.frame(array_of([encode(new) for new in renumbered])))
+        path = write(tmp_path / "changed.mcap", read(lives[0]).header, [(renumbered, 0)])
         (first, *_) = findings_of(path)
         assert first.kind is Kind.DIVERGENCE

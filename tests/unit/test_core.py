@@ -318,6 +318,21 @@ def test_a_read_while_no_mover_runs_ends_its_attempt_at_once(decode: Node) -> No
     assert decode.got(ev.RunStep), "with nobody left to ask it is computed here"
 
 
+def test_a_mover_whose_reads_hold_too_many_blocks_for_good_is_replaced(decode: Node) -> None:
+    """Only its end proves that they write no more. The leases of its epoch end with it."""
+    decode.generate(tokens=20)
+    decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
+    while not decode.got(ev.RestartMover):
+        assert decode.core.pool.counts().quarantined == 0, "a quarter of 16 blocks is 4"
+        decode.tick(S // 10)
+    assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)] and decode.core.healing
+    decode.tick(decode.now + 1)
+    assert decode.got(ev.RestartMover) == [], "once is enough"
+    decode.hear(ev.MoverLost(problem="asked to", asked=True))
+    assert decode.core.pool.counts().quarantined == 0 and not decode.core.healing
+    assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
+
+
 def test_a_first_token_that_comes_as_its_attempt_fails_is_not_sampled_again(decode: Node) -> None:
     decode.generate(tokens=8)
     decode.hear(ev.MoverLost(problem="killed", asked=False))

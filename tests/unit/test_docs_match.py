@@ -100,9 +100,9 @@ def test_timers_are_the_defaults() -> None:
     m, h = MembershipConfig(name="n", incarnation=b"i", hello=Hello(role="tool")), HandoffConfig()
     claims_ns = h.claim_ns * (1 + h.claim_repeats)
     wanted = {
-        "heartbeat": m.heartbeat_ns, "suspect": m.suspect_ns, "dead": m.dead_ns, "handshake": m.handshake_ns,
-        "refused": m.refused_retry_ns, "lease": h.lease_ns, "renew": h.renew_ns, "answer": h.answer_ns,
-        "claim": h.claim_ns, "not renewed": h.lease_ns - claims_ns, "read": h.read_floor_ns,
+        "heartbeat": m.heartbeat_ns, "suspect": m.suspect_ns, "dead": m.dead_ns, "cut": m.cut_ns,
+        "handshake": m.handshake_ns, "refused": m.refused_retry_ns, "lease": h.lease_ns, "renew": h.renew_ns,
+        "answer": h.answer_ns, "claim": h.claim_ns, "not renewed": h.lease_ns - claims_ns, "read": h.read_floor_ns,
         "tombstone": h.tombstone_ns, "removal": m.removal_ns, "retired": m.retired_ns, "drain": core.DRAIN_NS,
     }  # fmt: skip
     said = {row[0]: row[1] for row in table("docs/protocol.md", "Timers")}

@@ -456,6 +456,29 @@ def test_a_cut_connection_stops_choosing_the_peer_until_it_is_heard() -> None:
     assert d.got(ms.PeerDown) == []
 
 
+def test_a_peer_killed_while_in_use_is_dead_a_second_after_its_connection_broke() -> None:
+    """Whoever waits for it shall not wait for five seconds of silence: a refused connection says more."""
+    net, p, d = pair()
+    link = d.machine.prefill_peers()[0].link
+    p.die()
+    d.handle(ms.LinkLost(link=link))
+    net.run(0.9)
+    assert d.state_of("p") == "suspect"
+    net.run(0.2)
+    assert d.state_of("p") == "dead"
+    (down,) = d.got(ms.PeerDown)
+    assert not down.proven and "the connection was cut" in down.reason
+
+
+def test_a_node_that_paused_itself_gives_a_cut_peer_its_second() -> None:
+    net, _, d = pair()
+    net.drop = lambda node, message: True
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    net.now += 30 * S
+    d.handle(ms.Tick())
+    assert d.state_of("p") == "suspect"
+
+
 def test_a_peer_killed_while_idle_and_back_on_its_port_serves_again_without_touching_us() -> None:
     net, p, d = pair()
     link = d.machine.prefill_peers()[0].link

@@ -35,8 +35,8 @@ from pdbus.nodes.replay.check_reads import ReadCheck
 from pdbus.nodes.replay.check_requests import RequestCheck
 from pdbus.nodes.replay.check_steps import StepCheck
 from pdbus.nodes.replay.checks import Checks
-from pdbus.nodes.replay.cluster_run import _denied
-from pdbus.nodes.replay.facts import Confirmed, Facts, Granted
+from pdbus.nodes.replay.cluster_run import _denied, _otherwise
+from pdbus.nodes.replay.facts import Answered, Confirmed, Ended, Facts, Granted
 from pdbus.nodes.replay.turns import Turn
 
 SIZE = 4
@@ -64,7 +64,7 @@ class Watched:
         self.reads = ReadCheck(report, self.blocks, self.facts)
         self._checks = Checks(
             [
-                RequestCheck(report),
+                RequestCheck(report, self.facts),
                 self.leases,
                 StepCheck(report, self.blocks),
                 self.reads,
@@ -370,3 +370,28 @@ def test_a_prefill_node_has_to_agree(granted: Granted | None, clean: bool, denie
 def test_nothing_is_imported_that_a_base_install_lacks() -> None:
     code = "import sys, pdbus.nodes.replay.verify; print([m for m in ('torch', 'numpy', 'nixl') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# ---------------------------------------------------------------- a client and its node
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        (("stop", 3), ""),
+        (("stop", 2), "d ended it as 'stop' after 3 tokens"),
+        (("error", 3), "d ended it as 'stop' after 3 tokens"),
+    ],
+)
+def test_a_client_is_told_what_its_node_decided(told: tuple[str, int], problem: str) -> None:
+    node = Facts(D, ended={REQUEST: Ended("stop", 3)}, clean=True)
+    assert _otherwise(REQUEST, Answered(D, *told, 1, 1), node) == problem
+
+
+@pytest.mark.parametrize(
+    ("reason", "clean", "problem"),
+    [("stop", True, "d did not end it"), ("stop", False, ""), ("cancelled", True, ""), ("error", True, "")],
+)
+def test_an_answer_that_its_node_never_gave_is_found(reason: str, clean: bool, problem: str) -> None:
+    """What was cancelled or refused before the core heard of it is in no recording, nor is what a cut one lost."""
+    assert _otherwise(REQUEST, Answered(D, reason, 0, 1, 1), Facts(D, clean=clean)) == problem

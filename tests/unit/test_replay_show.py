@@ -118,9 +118,9 @@ def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.pdrec"
+    path = tmp_path / "x.mcap"
     path.write_text("nothing of the kind")
-    with pytest.raises(ConfigError, match=r"x\.pdrec: is no recording"):
+    with pytest.raises(ConfigError, match=r"x\.mcap: is no recording"):
         show_request("a1", [tmp_path])
 
 

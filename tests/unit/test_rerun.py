@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.recorder import RawRecord, Recorder, frame, read
-from pdbus.bus.wire import Raw, array_of, encode, pack_foreign, replace, unpack_foreign
+from pdbus.bus.messages import Goodbye
+from pdbus.bus.recorder import Recorder
+from pdbus.bus.recording import read
+from pdbus.bus.recording_part import RawRecord
+from pdbus.bus.wire import replace
 from pdbus.nodes import events as ev
 from pdbus.nodes.decode import Requests
 from pdbus.nodes.replay.cluster_run import ClusterRun
@@ -17,6 +19,7 @@ from pdbus.nodes.replay.findings import Kind
 from pdbus.nodes.replay.verify import named, verify
 
 from .recorded_node import RecordedNode
+from tests.recordings import rewrite, rewrite_about, with_payload, write
 
 FIRST, SECOND = b"1" * 16, b"2" * 16
 
@@ -31,17 +34,6 @@ def recorded(tmp_path: Path) -> Path:
     node.hear(ev.CancelAsked(client=SECOND.hex()))
     node.hear(ev.DrainAsked())
     return node.close()
-
-
-def rewrite(path: Path, change: Callable[[RawRecord], RawRecord | None]) -> None:
-    whole = path.read_bytes()
-    header = whole[: 12 + int.from_bytes(whole[:4], "little")]
-    records = [new for record in read(path).raw() if (new := change(record)) is not None]
-    path.write_bytes(header + frame(array_of([encode(record) for record in records])))
-
-
-def with_payload(record: RawRecord, **changes: object) -> RawRecord:
-    return replace(record, payload=Raw(pack_foreign({**unpack_foreign(bytes(record.payload)), **changes})))
 
 
 def failures(path: Path) -> list[tuple[Kind, str]]:
@@ -82,10 +74,7 @@ def test_an_input_of_another_version_is_said_to_be_unknown(recorded: Path) -> No
 
 
 def test_settings_of_another_version_are_not_run_but_checked(recorded: Path) -> None:
-    def change(record: RawRecord) -> RawRecord:
-        return with_payload(record, version="9.9.9", gears=5) if record.kind == "CoreBegan" else record
-
-    rewrite(recorded, change)
+    rewrite_about(recorded, version="9.9.9", gears=5)
     verified = ClusterRun([recorded])
     assert verified.failures == []
     assert verified.runs[0].again is None and verified.runs[0].requests == {"length": 1, "cancelled": 1}
@@ -116,12 +105,10 @@ def test_a_core_that_breaks_only_now_is_a_divergence(recorded: Path, monkeypatch
 
 def test_records_that_the_disk_lost_end_what_can_be_known(recorded: Path) -> None:
     """No violation, for nobody knows; but said."""
-    records = list(read(recorded).raw())
+    recording = read(recorded)
+    records = list(recording.raw())
     half = len(records) // 2
-    whole = recorded.read_bytes()
-    header = whole[: 12 + int.from_bytes(whole[:4], "little")]
-    parts = [array_of([encode(record) for record in part]) for part in (records[:half], records[half + 3 :])]
-    recorded.write_bytes(header + frame(parts[0]) + frame(parts[1], lost=3))
+    write(recorded, recording.header, [(records[:half], 0), (records[half + 3 :], 3)])
     verified = ClusterRun([recorded])
     assert verified.failures == []
     assert "3 records are missing: the node's disk did not keep up" in verified.notes[0].text
@@ -147,21 +134,21 @@ def test_damage_is_no_crash(recorded: Path) -> None:
 
 
 def test_another_programs_recording_is_said_to_be_one(recorded: Path, tmp_path: Path) -> None:
-    other = Recorder(tmp_path, "client", b"c" * 16)
+    other = Recorder(tmp_path, "client", b"c" * 16, Goodbye())
     other.append("Generate", {"text": "hello"}, 1)
     other.close()
     verified = ClusterRun([tmp_path])
     assert verified.failures == []
     assert [note.text for note in verified.notes if "another program" in note.text] == [
-        "begins with 'Generate', not with a node's settings: another program wrote it; not checked"
+        "begins with '', not with a node's settings: another program wrote it; not checked"
     ]
 
 
 def test_the_same_life_twice_counts_once(recorded: Path) -> None:
-    (recorded.parent / "copy.pdrec").write_bytes(recorded.read_bytes())
+    (recorded.parent / "copy.mcap").write_bytes(recorded.read_bytes())
     verified = ClusterRun([recorded.parent])
     assert len(verified.runs) == 1
-    assert "records the same life as" in verified.notes[0].text
+    assert "records the same part of the same life as" in verified.notes[0].text
 
 
 def test_nodes_that_never_met_are_no_cluster(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The slab: shared through /proc, page aligned, and refused in time."""
+"""The slab: shared through /proc, aligned, and refused in time."""
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,27 @@ def test_two_mappings_share_their_bytes() -> None:
     one.close()
 
 
-def test_addresses_are_page_aligned_and_sizes_exact() -> None:
-    slab = Slab.create(5)
-    assert slab.address % mmap.PAGESIZE == 0
-    assert (slab.size_bytes, len(slab.memory)) == (5, 5)
+@pytest.mark.parametrize("size", [5, 4096, slab_module.HUGE_PAGE_BYTES, 3 * slab_module.HUGE_PAGE_BYTES + 5])
+def test_addresses_are_those_of_huge_pages_and_sizes_exact(size: int) -> None:
+    slab = Slab.create(size)
+    assert slab.address % slab_module.HUGE_PAGE_BYTES == 0
+    assert (slab.size_bytes, len(slab.memory)) == (size, size)
+    slab.memory[size - 1] = 3
+    slab.populate()
+    assert slab.memory[size - 1] == 3
     slab.close()
+
+
+def test_bytes_written_by_one_stay_when_the_other_populates() -> None:
+    """A mover that is replaced populates a slab in use."""
+    size = 4 * slab_module.HUGE_PAGE_BYTES
+    one = Slab.create(size)
+    one.memory[:] = bytes(range(256)) * (size // 256)
+    other = Slab.open(one.path, size)
+    other.populate()
+    assert one.memory == other.memory == bytes(range(256)) * (size // 256)
+    other.close()
+    one.close()
 
 
 def test_slab_is_gone_with_its_creator() -> None:
