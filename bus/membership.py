@@ -212,7 +212,9 @@ class Membership:
     def _watch_changed(self, event: ms.WatchChanged, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.peer)
         if known is None or known.watched == event.watched or known.state is not UP:
-            return [ms.rejected(event, "no change" if known and known.watched == event.watched else "no peer that is up")]
+            return [
+                ms.rejected(event, "no change" if known and known.watched == event.watched else "no peer that is up")
+            ]
         if not event.watched:
             known.forgive(now_ns)
             return self._unwatched(known)

@@ -11,7 +11,7 @@ import typer
 from pdbus.bus.errors import ConfigError
 
 from ..options import AsJson, group
-from ..values import addresses
+from ..values import addresses, duration
 
 FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
 
@@ -108,6 +108,85 @@ def export(
     from .load import run_export
 
     raise typer.Exit(run_export(workload, file, _format(format)))
+
+
+@replay.command()
+def simulate(
+    *,
+    workload: Annotated[Path, typer.Option(metavar="WORKLOAD", help="As for load.")],
+    prefill: Annotated[int, typer.Option(metavar="N", help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(metavar="M", help="Decode nodes.")] = 1,
+    profile: Annotated[
+        str, typer.Option(metavar="FILE|NAME", help="What steps and reads cost: pd bench profile measures it.")
+    ] = "",
+    speed: Annotated[float, typer.Option(metavar="X", help="So many times as fast.")] = 1.0,
+    scale_tokens: Annotated[float, typer.Option(metavar="X", help="So many times the tokens.")] = 1.0,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", help="Spread requests that stand on coarse ticks over the tick.")
+    ] = False,
+    max_requests: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N; 0: all.")] = 0,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
+    ] = 0,
+    kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
+    prefill_chunk: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="Of one prompt in one step.")] = 0,
+    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
+    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
+    skip_sampling: Annotated[
+        bool, typer.Option("--skip-sampling", help="Decode nodes sample the first token.")
+    ] = False,
+    link: Annotated[float, typer.Option(metavar="GB/S", min=0, help="Bandwidth of a node's link.")] = 0.0,
+    lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 30s.")] = "",
+    renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 5s.")] = "",
+    claim: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 2s.")] = "",
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Who gets a request: round-robin, least-loaded, prefix.")
+    ] = "least-loaded",
+    reach: Annotated[int, typer.Option(metavar="N", min=0, help="Prefill nodes a decode node knows; 0: all.")] = 32,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="KIND:NODE@TIME, as in kill:p0@12.5s or drop:p0-d3@10s+5s=0.1; repeat it."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of chances.")] = 0,
+    format: Format = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Play a workload on a simulated cluster. Exit status 1: no request completed."""
+    from .load import Shape
+    from .simulate.command import run_simulate
+    from .simulate.faults import parse_fault
+    from .simulate.plan import Options
+    from .simulate.profile import DEFAULT
+
+    shape = Shape(dequantise, max_requests, _factor("--speed", speed), _factor("--scale-tokens", scale_tokens), seed)
+    options = Options(
+        prefill=prefill,
+        decode=decode,
+        block_size=block_size,
+        kv_tokens=kv_tokens,
+        prefill_chunk=prefill_chunk,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        skip_sampling=skip_sampling,
+        link_gb_per_s=link,
+        lease_ns=_duration("--lease", lease),
+        renew_ns=_duration("--renew", renew),
+        claim_ns=_duration("--claim", claim),
+        policy=policy,
+        reach=reach,
+        faults=tuple(parse_fault(text, prefill, decode) for text in fault or ()),
+        seed=seed,
+    )
+    code = run_simulate(workload, shape, profile or DEFAULT, options, as_json=as_json, format=_format(format))
+    raise typer.Exit(code)
+
+
+def _duration(option: str, text: str) -> int:
+    """In ns; 0 for ''."""
+    try:
+        return duration(10**7, 3600 * 10**9)(text) if text else 0
+    except ValueError as e:
+        raise ConfigError(option, str(e)) from None
 
 
 def _addresses(text: str) -> tuple[str, ...]:

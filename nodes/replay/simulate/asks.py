@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pdbus.bus.messages import Sampling
 
+from ...events import EndRequest
 from ..workload import Asked, Workload
 
 
@@ -15,7 +16,7 @@ class Ask:
     """One request. Times are the cluster's, in ns; 0 until it happens."""
 
     number: int
-    at_ns: int  # when it is sent, after the workload began
+    asked: Asked
     request: bytes
     client: str
     prompt_tokens: int
@@ -25,8 +26,11 @@ class Ask:
     sent_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
+    ended_ns: int = 0
     tokens: int = 0
     gaps: dict[int, int] = field(default_factory=dict)  # ns between two tokens: how often
+    end: EndRequest | None = None
+    cause: str = ""  # why it failed
 
     def sampled(self, tokens: int, each_ns: int, now_ns: int) -> None:
         """So many tokens, `each_ns` apart, the last one now."""
@@ -75,19 +79,16 @@ class Hashes:
         return chain
 
 
-def asks_of(workload: Workload, block_size: int, max_model_len: int) -> Iterator[Ask]:
-    """The workload's requests in the order of their times. What is too long for the model is cut, as the tools do that
-    replay a trace: prompts to what leaves room for one token, answers to the room."""
+def asks_of(workload: Workload, block_size: int) -> Iterator[Ask]:
+    """The workload's requests in the order of their times; of no tokens they ask for one."""
     hashes = Hashes(workload.block_tokens, block_size)
     for number, asked in enumerate(workload.requests):
-        prompt = max(1, min(asked.input_tokens, max_model_len - 1))
-        output = max(1, min(asked.output_tokens, max_model_len - prompt))
         yield Ask(
             number=number,
-            at_ns=asked.at_ns,
+            asked=asked,
             request=number.to_bytes(16, "big"),
             client=f"c{number}",
-            prompt_tokens=prompt,
-            block_hashes=hashes.of(asked._replace(input_tokens=prompt), number),
-            sampling=Sampling(max_tokens=output, ignore_eos=True),
+            prompt_tokens=max(1, asked.input_tokens),
+            block_hashes=hashes.of(asked, number),
+            sampling=Sampling(max_tokens=max(1, asked.output_tokens), ignore_eos=True),
         )

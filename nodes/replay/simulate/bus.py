@@ -46,6 +46,7 @@ class Link:
     closed: bool = False
     sent: int = 0  # by who opened it
     answered: int = 0
+    latest: dict[bool, int] = field(default_factory=dict)  # when the last late message comes, by: to the listener
 
 
 class Bus:
@@ -129,10 +130,11 @@ class Bus:
         copies, late_ns = 1, 0
         if self.fate is not None and link.listener is not None:
             copies, late_ns = self.fate(link.opener if to_listener else link.listener, receiver, packet)
+        at_ns = self._driver.now + self._message_ns + late_ns
+        if late_ns or link.latest:
+            at_ns = link.latest[to_listener] = max(at_ns, link.latest.get(to_listener, 0))
         for _ in range(copies):
-            self._driver.after(
-                self._message_ns + late_ns, self._arrive, link, receiver, link.connections, packet, to_listener
-            )
+            self._driver.at(at_ns, self._arrive, link, receiver, link.connections, packet, to_listener)
 
     def _arrive(self, link: Link, receiver: SimNode, connection: int, packet: Packet, to_listener: bool) -> None:
         if link.connections != connection or (link.closed and not to_listener):

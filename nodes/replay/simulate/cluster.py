@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 
 from ... import events as ev
 from ..driver import Driver
@@ -14,11 +14,13 @@ from .fabric import Fabric
 from .mover import Mover
 from .node import SimNode, address_of
 from .plan import Plan
-from .policies import Policy, policy_of
+from .policies import policy_of
 from .profile import NS_PER_MS, StepTimes
+from .trouble import Trouble
 
 JOIN_WITHIN_NS = 60_000_000_000  # a handshake is some round trips; many wait for their turn
-END_WITHIN_NS = 40_000_000_000  # after the last deadline: the longest lease
+FOREVER_NS = 1 << 62
+UNREACHABLE = "unreachable"
 
 
 class SimCluster:
@@ -29,22 +31,27 @@ class SimCluster:
         self.plan = plan
         self.driver = Driver()
         self.bus = Bus(self.driver, int(profile.message_ms * NS_PER_MS))
-        self.fabric = Fabric(self.driver, profile.link_gb_per_s * 1e9)
+        self.fabric = Fabric(self.driver, plan.link_gb_per_s * 1e9)
         self.times = StepTimes(profile)
         self.read_ns = int(profile.read_ms * NS_PER_MS)
         self.agents: dict[str, Mover] = {}
         self.nodes: dict[str, SimNode] = {}
-        self.ends: list[tuple[Ask, ev.EndRequest]] = []
+        self.on_end: Callable[[], None] = lambda: None  # a request has ended
+        self.asks: list[Ask] = []  # in the order of the workload, as they come due
+        self.ended = 0
         self.counters: Counter[str] = Counter()
+        self.computed_tokens: Counter[str] = Counter()  # of prompts, by node
+        self.busy_ns: Counter[str] = Counter()  # of workers, by node
         self.loaded = 0  # agents that decode nodes have loaded, one for each link
         self.prefills = [f"p{n}" for n in range(plan.prefill)]
         self.decodes = [f"d{n}" for n in range(plan.decode)]
         self._lives: Counter[str] = Counter()
         self._request_ns = int((profile.request_ms + profile.message_ms) * NS_PER_MS)
-        self._answer_ns = int((profile.answer_ms + profile.message_ms) * NS_PER_MS)
-        self._asked = 0
-        self._began_ns = 0
-        self._policy: Policy
+        self.answer_ns = int((profile.answer_ms + profile.message_ms) * NS_PER_MS)
+        self.began_ns = 0
+        self._policy = policy_of(plan.policy)
+        self._trouble = Trouble(self, plan.faults, plan.seed)
+        self._sessions: dict[int, deque[Ask]] = {}  # who waits in a session, the one under way first
 
     # ------------------------------------------------------------ the play
 
@@ -54,12 +61,11 @@ class SimCluster:
             self.begin(name)
         links = sum(len(self.reach(name)) for name in self.decodes)
         self.driver.run(JOIN_WITHIN_NS, lambda: self.loaded >= links)
-        self._began_ns = self.driver.now
-        self._policy = policy_of(self.plan.policy, [self.nodes[name] for name in self.decodes])
-        asks = asks_of(workload, self.plan.block_size, self.plan.max_model_len)
-        self._next(asks)
+        self.began_ns = self.driver.now
+        self._trouble.schedule()
+        self._next(asks_of(workload, self.plan.block_size))
         total = len(workload.requests)
-        self.driver.run(1 << 62, lambda: len(self.ends) >= total)
+        self.driver.run(FOREVER_NS, lambda: self.ended >= total)
 
     def begin(self, name: str) -> None:
         """A node starts, for the first time or again."""
@@ -83,25 +89,62 @@ class SimCluster:
     def _next(self, asks: Iterator[Ask]) -> None:
         ask = next(asks, None)
         if ask is not None:
-            self.driver.at(self._began_ns + ask.at_ns, self._send, ask, asks)
+            self.driver.at(self.began_ns + ask.asked.at_ns, self._due, ask, asks)
 
-    def _send(self, ask: Ask, asks: Iterator[Ask]) -> None:
-        ask.sent_ns = self.driver.now
-        node = self._policy.choose(ask)
-        ask.node = node.name
-        node.open_asks += 1
-        self.driver.after(self._request_ns, node.enter, node.ask, ask)
+    def _due(self, ask: Ask, asks: Iterator[Ask]) -> None:
+        """Of a session only the first is sent at its time; each later one so long after the end of the one before."""
+        self.asks.append(ask)
+        session = ask.asked.session
+        if session:
+            waiting = self._sessions.setdefault(session, deque())
+            waiting.append(ask)
+        if not session or len(waiting) == 1:
+            self._send(ask)
         self._next(asks)
 
-    def ended(self, node: SimNode, ask: Ask, end: ev.EndRequest) -> None:
-        node.open_asks -= 1
-        self.ends.append((ask, end))
+    def _send(self, ask: Ask) -> None:
+        ask.sent_ns = self.driver.now
+        if ask.prompt_tokens + ask.sampling.max_tokens > self.plan.max_model_len:
+            self._over(ask, "too_long")
+            return
+        alive = [node for name in self.decodes if not (node := self.nodes[name]).over]
+        if not alive:
+            self._over(ask, UNREACHABLE)
+            return
+        node = self._policy.choose(alive, ask)
+        ask.node = node.name
+        node.sent[ask.number] = ask
+        self.driver.after(self._request_ns, node.enter, node.ask, ask)
+
+    def answered(self, node: SimNode, ask: Ask, end: ev.EndRequest) -> None:
+        """Its one end has been told to the client."""
+        del node.sent[ask.number]
+        ask.end = end
+        self._over(ask, end.code if end.reason == "error" else "")
+
+    def lost(self, node: SimNode, ask: Ask) -> None:
+        """Its node has gone."""
+        del node.sent[ask.number]
+        self._over(ask, UNREACHABLE)
+
+    def _over(self, ask: Ask, cause: str) -> None:
+        self.ended += 1
+        self.on_end()
+        ask.cause = cause
+        ask.ended_ns = self.driver.now
+        waiting = self._sessions.get(ask.asked.session) if ask.asked.session else None
+        if waiting:
+            waiting.popleft()
+            if waiting:
+                self.driver.after(waiting[0].asked.think_ns, self._send, waiting[0])
 
     # ------------------------------------------------------------ what nodes say
 
     def published(self, node: SimNode, e: ev.Publish) -> None:
         if e.event == "node.up":
-            node.post(ev.WatchChanged(peer=str(e.data["node"]), watched=True))
+            peer = str(e.data["node"])
+            if self._trouble.calm(node.name, peer):
+                node.post(ev.WatchChanged(peer=peer, watched=True))
         elif e.event in ("attempt.failed", "lease.ended"):
             self.counters[f"{e.event}: {e.data['cause']}"] += 1
 

@@ -24,11 +24,11 @@ class Engine:
         self.life = 0
         self.tokens = 1  # a row, in the step that ended last
         self.each_ns = 0  # for each of them
-        self.computed_tokens = 0  # of prompts
         self._node = node
         self._rows: tuple[StepRow, ...] = ()
         self._step = 0
         self._most = 1
+        self._prompt_tokens = 0
         self._began_ns = 0
         self._changes = 0
         self._ends = 0  # which of the ends foreseen for the step is the right one
@@ -45,7 +45,7 @@ class Engine:
                 tokens += row.count
                 context += row.start * row.count
         self._step, self._rows, self._began_ns, self._changes = e.step, e.rows, node.driver.now, scheduler.changes
-        self.computed_tokens += tokens
+        self._prompt_tokens = tokens
         self._most = 1 if prompts else self._room(e.rows)
         mean = row_context / rows + (self._most - 1) / 2 if rows else 0.0
         self.each_ns = node.times.ns(tokens, context / tokens if tokens else 0.0, rows, mean)
@@ -84,6 +84,9 @@ class Engine:
         if life != self.life or ends != self._ends:
             return
         self.tokens, self._most = self._most, 1
+        node = self._node
+        node.cluster.busy_ns[node.name] += self.tokens * self.each_ns
+        node.cluster.computed_tokens[node.name] += self._prompt_tokens
         rows = tuple(self._ended(row) for row in self._rows)
         self._node.post(ev.StepEnded(step=self._step, rows=rows, compute_ns=self.tokens * self.each_ns))
 

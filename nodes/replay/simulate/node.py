@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdbus import __version__
 from pdbus.bus.members import MembershipConfig
@@ -19,6 +19,7 @@ from .asks import Ask
 from .bus import Link, Packet
 from .engine import Engine
 from .mover import Mover
+from .plan import DEADLINE_NS
 
 if TYPE_CHECKING:
     from .cluster import SimCluster
@@ -38,7 +39,7 @@ class SimNode(Shell):
         self.mover = Mover(self)
         self.inbound: dict[str, Link] = {}
         self.asks: dict[bytes, Ask] = {}
-        self.open_asks = 0  # sent here and not ended
+        self.sent: dict[int, Ask] = {}  # here by clients, and not ended
         self._links: dict[str, Link] = {}
 
     def start(self, join: Sequence[str]) -> None:
@@ -56,6 +57,8 @@ class SimNode(Shell):
         if self.cluster.bus.listening.get(self.address) is self:
             del self.cluster.bus.listening[self.address]
         self.cluster.bus.process_ended(self)
+        for ask in list(self.sent.values()):
+            self.cluster.lost(self, ask)
 
     def settled(self) -> None:
         self.engine.look()
@@ -111,7 +114,7 @@ class SimNode(Shell):
                 prompt_digest=ask.request,
                 block_hashes=ask.block_hashes,
                 sampling=ask.sampling,
-                deadline_ns=self.plan.deadline_ns,
+                deadline_ns=DEADLINE_NS,
                 credit=ask.sampling.max_tokens,
             )
         )
@@ -124,7 +127,7 @@ class SimNode(Shell):
         self.asks[e.request].sampled(self.engine.tokens, self.engine.each_ns, self.driver.now)
 
     def _end_request(self, e: ev.EndRequest) -> None:
-        self.cluster.ended(self, self.asks.pop(e.request), e)
+        self.cluster.answered(self, self.asks.pop(e.request), e)
 
     # ------------------------------------------------------------ worker and mover
 
@@ -166,7 +169,7 @@ class SimNode(Shell):
     def _ignore(self, e: ev.NodeEffect) -> None:
         """What only a real worker, mover or publisher needs."""
 
-    CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Any, Any], None]] = {
+    CARRY_OUT: ClassVar[Mapping[type[ev.NodeEffect], Callable[[Any, Any], None]]] = {
         ev.Send: _send,
         ev.OpenLink: _open_link,
         ev.CloseLink: _close_link,

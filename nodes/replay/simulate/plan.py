@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pdbus.bus.errors import ConfigError
 from pdbus.connector.handoff import HandoffConfig
 
+from ..workload import Workload
 from .faults import Fault
 from .profile import Profile
 
-REACH = 32  # prefill nodes that a decode node asks: more add links, not choice
+BLOCK_TOKENS = 512  # where a workload names no block size; a large one costs less to simulate
+REACH = 32  # prefill nodes that a decode node knows: more add links, not choice
+DEADLINE_NS = 300_000_000_000
+NODES_MAX = 100_000
 
+
+class Options(NamedTuple):
+    """As the user gave them. 0 and '': what the profile or the workload says."""
+
+    prefill: int = 1
+    decode: int = 1
+    block_size: int = 0
+    kv_tokens: int = 0
+    prefill_chunk: int = 0
+    max_batch_tokens: int = 0
+    max_running: int = 0
+    skip_sampling: bool = False
+    link_gb_per_s: float = 0.0
+    lease_ns: int = 0
+    renew_ns: int = 0
+    claim_ns: int = 0
+    policy: str = "least-loaded"
+    reach: int = REACH
+    faults: tuple[Fault, ...] = ()
+    seed: int = 0
 
 
 class Plan(NamedTuple):
@@ -25,11 +50,11 @@ class Plan(NamedTuple):
     prefill_chunk: int
     max_batch_tokens: int
     max_running: int
-    skip_sampling: bool = False
-    handoff: HandoffConfig = HandoffConfig()
-    policy: str = "least-loaded"  # which decode node a request is sent to
-    reach: int = REACH
-    deadline_ns: int = 300_000_000_000  # of a request
+    skip_sampling: bool
+    handoff: HandoffConfig
+    link_gb_per_s: float  # of a node, to or from all others together
+    policy: str  # which decode node a request is sent to
+    reach: int
     faults: tuple[Fault, ...] = ()
     seed: int = 0
 
@@ -42,18 +67,52 @@ class Plan(NamedTuple):
         return self.block_size * self.profile.kv_bytes_per_token
 
 
-def plan_of(profile: Profile, prefill: int, decode: int, block_size: int = 0) -> Plan:
-    """The profile's own settings. `block_size` 0: the profile's."""
-    size = block_size or profile.block_size
-    return Plan(
+def plan_of(options: Options, profile: Profile, workload: Workload) -> Plan:
+    """Raises ConfigError naming the option that cannot work."""
+    size = options.block_size or workload.block_tokens or BLOCK_TOKENS
+    batch = options.max_batch_tokens or profile.max_batch_tokens
+    plan = Plan(
         profile=profile,
-        prefill=prefill,
-        decode=decode,
+        prefill=options.prefill,
+        decode=options.decode,
         block_size=size,
-        prefill_blocks=max(1, profile.prefill_kv_tokens // size),
-        decode_blocks=max(1, profile.decode_kv_tokens // size),
-        prefill_chunk=profile.prefill_chunk,
-        max_batch_tokens=profile.max_batch_tokens,
-        max_running=min(profile.max_running, profile.max_batch_tokens),
-        skip_sampling=profile.skip_sampling,
+        prefill_blocks=(options.kv_tokens or profile.prefill_kv_tokens) // size,
+        decode_blocks=(options.kv_tokens or profile.decode_kv_tokens) // size,
+        prefill_chunk=options.prefill_chunk or min(profile.prefill_chunk, batch),
+        max_batch_tokens=batch,
+        max_running=options.max_running or min(profile.max_running, batch),
+        skip_sampling=options.skip_sampling or profile.skip_sampling,
+        handoff=_handoff(options, size * profile.kv_bytes_per_token),
+        link_gb_per_s=options.link_gb_per_s or profile.link_gb_per_s,
+        policy=options.policy,
+        reach=options.reach,
+        faults=options.faults,
+        seed=options.seed,
     )
+    _check(plan)
+    return plan
+
+
+def _handoff(options: Options, block_bytes: int) -> HandoffConfig:
+    """Renewal and claim follow the lease as in a node's settings."""
+    default = HandoffConfig()
+    lease_ns = options.lease_ns or default.lease_ns
+    renew_ns = options.renew_ns or min(default.renew_ns, lease_ns // 6)
+    claim_ns = options.claim_ns or min(default.claim_ns, lease_ns // 15)
+    if lease_ns < 3 * (renew_ns + claim_ns):
+        raise ConfigError(
+            "--lease", f"is too short: three renewals and claims take {3 * (renew_ns + claim_ns) / 1e9:g}s"
+        )
+    return HandoffConfig(lease_ns=lease_ns, renew_ns=renew_ns, claim_ns=claim_ns, block_bytes=block_bytes)
+
+
+def _check(plan: Plan) -> None:
+    for option, count in (("--prefill", plan.prefill), ("--decode", plan.decode)):
+        if not 1 <= count <= NODES_MAX:
+            raise ConfigError(option, f"{count} nodes; give 1 to {NODES_MAX}")
+    for option, value in (("--prefill-chunk", plan.prefill_chunk), ("--max-running", plan.max_running)):
+        if value > plan.max_batch_tokens:
+            problem = f"{value} is more than a step holds: give at most --max-batch-tokens, {plan.max_batch_tokens}"
+            raise ConfigError(option, problem)
+    if min(plan.prefill_blocks, plan.decode_blocks) < 2:
+        raise ConfigError("--block-size", f"blocks of {plan.block_size} tokens: the KV memory holds fewer than two")

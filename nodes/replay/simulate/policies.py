@@ -12,56 +12,50 @@ from .asks import Ask
 if TYPE_CHECKING:
     from .node import SimNode
 
-LOADED = 1.5  # a node with so many times the mean of open requests, and more, is not chosen for its cache
+BUSY = 1.5  # a node with more than so many times the mean of open requests, and one, is not chosen for its cache
 
 
 class Policy(Protocol):
-    def choose(self, ask: Ask) -> SimNode: ...
+    def choose(self, nodes: Sequence[SimNode], ask: Ask) -> SimNode:
+        """One of these, which are those that live."""
+        ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """One after the other; a session's requests all to one."""
 
-    def __init__(self, nodes: Sequence[SimNode]) -> None:
-        self._nodes = nodes
+    def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, ask: Ask) -> SimNode:
-        node = self._nodes[self._next % len(self._nodes)]
+    def choose(self, nodes: Sequence[SimNode], ask: Ask) -> SimNode:
+        if ask.asked.session:
+            return nodes[ask.asked.session % len(nodes)]
         self._next += 1
-        return node
+        return nodes[(self._next - 1) % len(nodes)]
 
 
 class LeastLoaded:
     """The one with the fewest open requests; of equals the first."""
 
-    def __init__(self, nodes: Sequence[SimNode]) -> None:
-        self._nodes = nodes
-
-    def choose(self, ask: Ask) -> SimNode:
-        return min(self._nodes, key=lambda n: n.open_asks)
+    def choose(self, nodes: Sequence[SimNode], ask: Ask) -> SimNode:
+        return min(nodes, key=lambda node: len(node.sent))
 
 
 class LongestPrefix:
     """The one with the longest cached prefix among those that are not much busier than the mean; of equals the one
     with the fewest open requests."""
 
-    def __init__(self, nodes: Sequence[SimNode]) -> None:
-        self._nodes = nodes
-
-    def choose(self, ask: Ask) -> SimNode:
-        mean = sum(n.open_asks for n in self._nodes) / len(self._nodes)
-        free = [n for n in self._nodes if n.open_asks <= LOADED * mean + 1]
-        return max(free, key=lambda n: (n.core.pool.match(ask.block_hashes), -n.open_asks))
+    def choose(self, nodes: Sequence[SimNode], ask: Ask) -> SimNode:
+        most = BUSY * sum(len(node.sent) for node in nodes) / len(nodes) + 1
+        free = [node for node in nodes if len(node.sent) <= most]
+        return max(free, key=lambda node: (node.core.pool.match(ask.block_hashes), -len(node.sent)))
 
 
-_POLICIES = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix": LongestPrefix}
-POLICIES = tuple(_POLICIES)
+POLICIES: dict[str, type[Policy]] = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix": LongestPrefix}
 
 
-def policy_of(name: str, nodes: Sequence[SimNode]) -> Policy:
+def policy_of(name: str) -> Policy:
     """Raises ConfigError (`--policy`)."""
-    if name not in _POLICIES:
-        raise ConfigError("--policy", f"there is no {name!r}: give {', '.join(POLICIES)}")
-    policy: Policy = _POLICIES[name](nodes)
-    return policy
+    if name not in POLICIES:
+        raise ConfigError("--policy", f"there is no {name!r}; give {', '.join(POLICIES)}")
+    return POLICIES[name]()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 from pdbus.bus.errors import ConfigError, RemoteProtocolError
@@ -38,7 +39,6 @@ class Profile(Declared, forbid_unknown_fields=True):
     request_ms: float = 0.0  # from a client to admission: HTTP, tokenizing
     answer_ms: float = 0.0  # from a sampled token to its client
     max_model_len: int = 131_072
-    block_size: int = 512
     prefill_chunk: int = 2048
     max_batch_tokens: int = 2048
     max_running: int = 256
@@ -127,9 +127,9 @@ def _problem(p: Profile) -> str:
             return f"{field} has no line"
         if any(not math.isfinite(number) or number < 0 for line in lines for number in line):
             return f"{field}: only finite numbers from 0 on"
-        if any(b[0] <= a[0] for a, b in zip(lines, lines[1:], strict=False)) or lines[0][0] < 1:
+        if any(b[0] <= a[0] for a, b in pairwise(lines)) or lines[0][0] < 1:
             return f"{field}: sizes must rise, from 1 or more"
-    sizes = ("kv_bytes_per_token", "prefill_kv_tokens", "decode_kv_tokens", "max_model_len", "block_size",
+    sizes = ("kv_bytes_per_token", "prefill_kv_tokens", "decode_kv_tokens", "max_model_len",
              "prefill_chunk", "max_batch_tokens", "max_running", "link_gb_per_s")  # fmt: skip
     times = ("read_ms", "message_ms", "request_ms", "answer_ms")
     for field in (*sizes, *times):
