@@ -44,6 +44,7 @@ from pdbus.connector.handoff import (
     OwnerEpoch,
     OwnerGone,
     OwnerSaid,
+    OwnerWatched,
     PostRead,
     PrefillFinished,
     ReadDone,
@@ -511,3 +512,24 @@ def test_nothing_is_remembered_of_a_request_that_left(d: Decode) -> None:
     assert d.hear(FetchLeft(request=b"r")) == []
     assert d.fetches.rows() == [] and d.fetches.next_deadline() is None
     assert d.hear(FetchLeft(request=b"r")) == [] and d.fetches.counters["left.late"] == 1
+
+
+def test_nothing_is_renewed_at_an_owner_that_the_shell_watches(d: Decode) -> None:
+    """Neither what was asked before nor what is asked afterwards; no silence fails it, only the request's deadline."""
+    d.ask(b"r")
+    d.said(accepted())
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=True))
+    d.ask(b"s")
+    d.said(accepted(replace(TRY, request=b"s"), replace(LEASE, generation=2)))
+    assert d.fetches.next_deadline() == 300 * S
+    assert d.hear(FetchTick(), now=200 * S) == []
+
+
+def test_renewals_go_on_where_watching_ends(d: Decode) -> None:
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=True))
+    d.ask()
+    d.said(accepted())
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=False), now=100 * S)
+    (say,) = d.hear(FetchTick(), now=105 * S)
+    assert isinstance(say, Say) and isinstance(say.message, LeaseRenew)
+    assert failure(d.hear(FetchTick(), now=124 * S)).cause == "lease not renewed"

@@ -7,6 +7,7 @@ the token that is being computed then, as it would have, had every token been a 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from pdbus.connector.ipc import StepRow
@@ -23,13 +24,14 @@ class Engine:
     def __init__(self, node: SimNode) -> None:
         self.life = 0
         self.tokens = 1  # a row, in the step that ended last
-        self.each_ns = 0  # for each of them
+        self.each_ns = 0  # for each of them, on the average
         self._node = node
         self._rows: tuple[StepRow, ...] = ()
         self._step = 0
         self._most = 1
         self._prompt_tokens = 0
-        self._began_ns = 0
+        self._began_ns = self._first_ns = 0
+        self._growth_ns = 0.0  # of each further token
         self._changes = 0
         self._ends = 0  # which of the ends foreseen for the step is the right one
 
@@ -46,10 +48,12 @@ class Engine:
                 context += row.start * row.count
         self._step, self._rows, self._began_ns, self._changes = e.step, e.rows, node.driver.now, scheduler.changes
         self._prompt_tokens = tokens
-        self._most = 1 if prompts else self._room(e.rows)
-        mean = row_context / rows + (self._most - 1) / 2 if rows else 0.0
-        self.each_ns = node.times.ns(tokens, context / tokens if tokens else 0.0, rows, mean)
-        self._end_after(self._most)
+        most = 1 if prompts else self._room(e.rows)
+        mean = row_context / rows if rows else 0.0
+        self._first_ns = node.times.ns(tokens, context / tokens if tokens else 0.0, rows, mean)
+        last_ns = node.times.ns(0, 0.0, rows, mean + most - 1) if most > 1 else self._first_ns
+        self._growth_ns = (last_ns - self._first_ns) / max(1, most - 1)
+        self._end_after(most)
 
     def _room(self, rows: tuple[StepRow, ...]) -> int:
         """How many tokens a row may sample before anything else can happen."""
@@ -68,27 +72,31 @@ class Engine:
     def look(self) -> None:
         """Something was heard while a step is out."""
         if self._most > 1 and self._node.core.scheduler.changes != self._changes:
-            past_ns = self._node.driver.now - self._began_ns
-            under_way = max(1, -(-past_ns // self.each_ns))
+            self._changes = self._node.core.scheduler.changes
+            under_way = 1 + bisect_left(range(1, self._most), self._node.driver.now, key=self._end_ns)
             if under_way < self._most:
                 self._end_after(under_way)
-            self._changes = self._node.core.scheduler.changes
+
+    def _end_ns(self, tokens: int) -> int:
+        """When so many tokens a row will have been sampled; each one's context is longer by a token."""
+        return self._began_ns + tokens * self._first_ns + int(self._growth_ns * tokens * (tokens - 1) / 2)
 
     def _end_after(self, tokens: int) -> None:
         self._most = tokens
         self._ends += 1
-        end_ns = self._began_ns + tokens * self.each_ns
-        self._node.driver.at(end_ns, self._node.enter, self._end, self.life, self._ends)
+        self._node.driver.at(self._end_ns(tokens), self._node.enter, self._end, self.life, self._ends)
 
     def _end(self, life: int, ends: int) -> None:
         if life != self.life or ends != self._ends:
             return
         self.tokens, self._most = self._most, 1
         node = self._node
-        node.cluster.busy_ns[node.name] += self.tokens * self.each_ns
+        took_ns = self._end_ns(self.tokens) - self._began_ns
+        self.each_ns = took_ns // self.tokens
+        node.cluster.busy_ns[node.name] += took_ns
         node.cluster.computed_tokens[node.name] += self._prompt_tokens
         rows = tuple(self._ended(row) for row in self._rows)
-        self._node.post(ev.StepEnded(step=self._step, rows=rows, compute_ns=self.tokens * self.each_ns))
+        self._node.post(ev.StepEnded(step=self._step, rows=rows, compute_ns=took_ns))
 
     def _ended(self, row: StepRow) -> ev.StepRowEnded:
         if self.tokens > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .node import SimNode
 
 LEAD_NS = 2_000_000_000  # two heartbeats
-AGAIN_NS = (5_000_000_000, 30_000_000_000, 90_000_000_000)  # after the end of a fault; the last is beyond a lease
+AGAIN_NS = (5_000_000_000, 60_000_000_000)  # beyond a lease after the end of a fault: none is left that should expire
 STANDSTILL = 1e-9  # of a link's bandwidth, while a process at its end stands still
 OF_MESSAGES = ("drop", "duplicate", "delay")
 LOSABLE = ("prefill.", "transfer.", "lease.", "heartbeat")
@@ -86,7 +86,7 @@ class Trouble:
 
     def _over(self, fault: Fault) -> None:
         for wait_ns in AGAIN_NS:
-            self._cluster.driver.after(wait_ns, self._far, fault)
+            self._cluster.driver.after(self._cluster.plan.handoff.lease_ns + wait_ns, self._far, fault)
 
     def _far(self, fault: Fault) -> None:
         self._near.pop(fault, None)
