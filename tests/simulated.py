@@ -25,6 +25,7 @@ PROFILE = Profile(
     link_gb_per_s=1.0,
     read_ms=1.0,
     message_ms=0.5,
+    request_ms=0.5,
     max_model_len=20_000,
     prefill_chunk=400,
     max_batch_tokens=400,

@@ -46,8 +46,8 @@ class SimCluster:
         self.prefills = [f"p{n}" for n in range(plan.prefill)]
         self.decodes = [f"d{n}" for n in range(plan.decode)]
         self._lives: Counter[str] = Counter()
-        self._request_ns = int((profile.request_ms + profile.message_ms) * NS_PER_MS)
-        self.answer_ns = int((profile.answer_ms + profile.message_ms) * NS_PER_MS)
+        self._request_ns = int(profile.request_ms * NS_PER_MS)
+        self.answer_ns = int(profile.answer_ms * NS_PER_MS)
         self.began_ns = 0
         self._policy = policy_of(plan.policy)
         self._trouble = Trouble(self, plan.faults, plan.seed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdbus.connector.ipc import StepRow
 
 from ... import events as ev
+from .shapes import shape_of
 
 if TYPE_CHECKING:
     from .node import SimNode
@@ -37,21 +38,12 @@ class Engine:
 
     def run(self, e: ev.RunStep) -> None:
         node, scheduler = self._node, self._node.core.scheduler
-        prompts = rows = tokens = context = row_context = 0
-        for row in e.rows:
-            if row.count == 1 and row.sample:
-                rows += 1
-                row_context += row.start
-            else:
-                prompts += 1
-                tokens += row.count
-                context += row.start * row.count
+        shape = shape_of(e.rows)
         self._step, self._rows, self._began_ns, self._changes = e.step, e.rows, node.driver.now, scheduler.changes
-        self._prompt_tokens = tokens
-        most = 1 if prompts else self._room(e.rows)
-        mean = row_context / rows if rows else 0.0
-        self._first_ns = node.times.ns(tokens, context / tokens if tokens else 0.0, rows, mean)
-        last_ns = node.times.ns(0, 0.0, rows, mean + most - 1) if most > 1 else self._first_ns
+        self._prompt_tokens = shape.tokens
+        most = 1 if shape.tokens else self._room(e.rows)
+        self._first_ns = node.times.ns(*shape)
+        last_ns = node.times.ns(0, 0.0, shape.rows, shape.row_context + most - 1) if most > 1 else self._first_ns
         self._growth_ns = (last_ns - self._first_ns) / max(1, most - 1)
         self._end_after(most)
 

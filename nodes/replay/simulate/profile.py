@@ -36,7 +36,7 @@ class Profile(Declared, forbid_unknown_fields=True):
     link_gb_per_s: float  # of a node, to or from all others together
     read_ms: float  # of a read, beside its bytes
     message_ms: float  # from one node to another
-    request_ms: float = 0.0  # from a client to admission: HTTP, tokenizing
+    request_ms: float = 0.0  # from a client's sending to admission
     answer_ms: float = 0.0  # from a sampled token to its client
     max_model_len: int = 131_072
     prefill_chunk: int = 2048
