@@ -70,11 +70,8 @@ class LeaseLedger:
 
     # ------------------------------------------------------------ transitions
 
-    def grant(
-        self, try_: TryId, blocks: tuple[int, ...], epoch: int, deadline_ns: int, now_ns: int, *, expires: bool = True
-    ) -> LeaseId:
-        """A new lease; one that does not expire ends by its deadline at the latest. Raises LocalProtocolError when
-        the try has or had one: it gets one at most."""
+    def grant(self, try_: TryId, blocks: tuple[int, ...], epoch: int, deadline_ns: int, now_ns: int) -> LeaseId:
+        """A new lease. Raises LocalProtocolError when the try has or had one: it gets one at most."""
         if try_ in self._by_try:
             raise LocalProtocolError(f"attempt {try_.attempt} of {try_.request.hex()} has had its lease")
         self._generation += 1
@@ -82,8 +79,7 @@ class LeaseLedger:
         self._held[lease] = Grant(lease=lease, try_=try_, blocks=blocks, granted_ns=now_ns)
         self._by_try[try_] = lease
         self._newest[request_key(try_)] = try_
-        if expires:
-            self._timers.set((Clock.EXPIRY, lease), now_ns + self._config.lease_ns)
+        self._timers.set((Clock.EXPIRY, lease), now_ns + self._config.lease_ns)
         self._timers.set((Clock.DEADLINE, lease), deadline_ns)
         return lease
 
@@ -95,7 +91,7 @@ class LeaseLedger:
         return True
 
     def keep(self, lease: LeaseId) -> None:
-        """A held lease does not expire until it is renewed."""
+        """A held lease does not expire until it is renewed; it ends by its deadline at the latest."""
         self._timers.clear((Clock.EXPIRY, lease))
 
     def pop(self, lease: LeaseId, cause: Cause, now_ns: int) -> Grant:

@@ -265,8 +265,9 @@ class Offers:
         if reserved is None:
             return self._refuse(event, "no_room", retry_after_ms=RETRY_AFTER_MS)
         deadline_ns = now_ns + message.deadline_ms * MS
-        expires = (message.try_.node, message.try_.incarnation) not in self._watched
-        lease = self._ledger.grant(message.try_, reserved.blocks, self.epoch, deadline_ns, now_ns, expires=expires)
+        lease = self._ledger.grant(message.try_, reserved.blocks, self.epoch, deadline_ns, now_ns)
+        if (message.try_.node, message.try_.incarnation) in self._watched:
+            self._ledger.keep(lease)
         offer = Offer(
             try_=message.try_,
             link=event.link,

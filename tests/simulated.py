@@ -43,8 +43,7 @@ def many(count: int, every_ms: int, prompt: int = 1000, answer: int = 50) -> Wor
 
 def plan(wanted: Workload, *, faults: Sequence[str] = (), profile: Profile = PROFILE, **options: Any) -> Plan:
     given = Options(**{"block_size": 100, **options})
-    parsed = tuple(parse_fault(text, given.prefill, given.decode) for text in faults)
-    return plan_of(given._replace(faults=parsed), profile, wanted)
+    return plan_of(given._replace(faults=tuple(parse_fault(text) for text in faults)), profile, wanted)
 
 
 def play(wanted: Workload, **options: Any) -> SimCluster:

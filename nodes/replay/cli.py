@@ -114,57 +114,70 @@ def export(
 def simulate(
     *,
     workload: Annotated[Path, typer.Option(metavar="WORKLOAD", help="As for load.")],
-    prefill: Annotated[int, typer.Option(metavar="N", help="Prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(metavar="M", help="Decode nodes.")] = 1,
+    prefill: Annotated[
+        int | None, typer.Option(metavar="N", help="Prefill nodes; without it as recorded, else 1.", show_default=False)
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(metavar="M", help="Decode nodes; without it as recorded, else 1.", show_default=False)
+    ] = None,
     profile: Annotated[
-        str, typer.Option(metavar="FILE|NAME", help="What steps and reads cost: pd bench profile measures it.")
+        str, typer.Option(metavar="FILE|NAME", help="What steps and reads take: pd bench profile measures it.")
     ] = "",
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the cheapest cluster, of at most N and M nodes, that meets --target.")
+    ] = False,
+    target: Annotated[
+        list[str] | None, typer.Option(metavar="TARGET", help="As ttft.p90=2s or itl.p99=50ms; repeat it.")
+    ] = None,
+    decode_cost: Annotated[float, typer.Option(metavar="X", help="Of a decode node, in prefill nodes.")] = 1.0,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="KIND:NODE@TIME, as kill:p0@12.5s or drop:p0-d3@10s+5s=0.1; repeat it."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Who is asked: least-loaded (the default), round-robin or prefix.")
+    ] = "",
+    reach: Annotated[int, typer.Option(metavar="N", min=0, help="Prefill nodes a decode node knows; 0: all.")] = 32,
+    prefill_chunk: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Of one prompt in one step; for a search several: 512,2048.")
+    ] = "",
+    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
+    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
+    skip_sampling: Annotated[bool, typer.Option("--skip-sampling", help="Prefill nodes sample nothing.")] = False,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
+    ] = 0,
+    kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
+    link: Annotated[float, typer.Option(metavar="GB/S", min=0, help="Bandwidth of a node's link.")] = 0.0,
+    lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 30s.")] = "",
+    renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 5s.")] = "",
+    claim: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 2s.")] = "",
     speed: Annotated[float, typer.Option(metavar="X", help="So many times as fast.")] = 1.0,
     scale_tokens: Annotated[float, typer.Option(metavar="X", help="So many times the tokens.")] = 1.0,
     dequantise: Annotated[
         bool, typer.Option("--dequantise", help="Spread requests that stand on coarse ticks over the tick.")
     ] = False,
     max_requests: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N; 0: all.")] = 0,
-    block_size: Annotated[
-        int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
-    ] = 0,
-    kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
-    prefill_chunk: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="Of one prompt in one step.")] = 0,
-    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
-    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
-    skip_sampling: Annotated[
-        bool, typer.Option("--skip-sampling", help="Decode nodes sample the first token.")
-    ] = False,
-    link: Annotated[float, typer.Option(metavar="GB/S", min=0, help="Bandwidth of a node's link.")] = 0.0,
-    lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 30s.")] = "",
-    renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 5s.")] = "",
-    claim: Annotated[str, typer.Option(metavar="TIME", help="As a node's settings: 2s.")] = "",
-    policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Who gets a request: round-robin, least-loaded, prefix.")
-    ] = "least-loaded",
-    reach: Annotated[int, typer.Option(metavar="N", min=0, help="Prefill nodes a decode node knows; 0: all.")] = 32,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FAULT", help="KIND:NODE@TIME, as in kill:p0@12.5s or drop:p0-d3@10s+5s=0.1; repeat it."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of chances.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of chances, and of spread ticks.")] = 0,
     format: Format = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Play a workload on a simulated cluster. Exit status 1: no request completed."""
+    """Play a workload, or what was recorded, on a simulated cluster. Exit status 1: no request completed, or no cluster
+    meets the targets."""
     from .load import Shape
-    from .simulate.command import run_simulate
+    from .simulate.command import Wanted, chunks_of, run_search, run_simulate
     from .simulate.faults import parse_fault
     from .simulate.plan import Options
-    from .simulate.profile import DEFAULT
+    from .simulate.search import parse_target
 
     shape = Shape(dequantise, max_requests, _factor("--speed", speed), _factor("--scale-tokens", scale_tokens), seed)
+    chunks = chunks_of(prefill_chunk)
     options = Options(
         prefill=prefill,
         decode=decode,
         block_size=block_size,
         kv_tokens=kv_tokens,
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=0 if search or not chunks else chunks[0],
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         skip_sampling=skip_sampling,
@@ -174,11 +187,17 @@ def simulate(
         claim_ns=_duration("--claim", claim),
         policy=policy,
         reach=reach,
-        faults=tuple(parse_fault(text, prefill, decode) for text in fault or ()),
+        faults=tuple(parse_fault(text) for text in fault or ()),
         seed=seed,
     )
-    code = run_simulate(workload, shape, profile or DEFAULT, options, as_json=as_json, format=_format(format))
-    raise typer.Exit(code)
+    wanted = Wanted(tuple(parse_target(text) for text in target or ()), chunks, _factor("--decode-cost", decode_cost))
+    if search and not wanted.targets:
+        raise ConfigError("--search", "says nothing to be met: give --target, as ttft.p90=2s")
+    if not search and (wanted.targets or len(chunks) > 1):
+        raise ConfigError("--target" if wanted.targets else "--prefill-chunk", "is for a search: add --search")
+    if search:
+        raise typer.Exit(run_search(workload, shape, profile, options, wanted, as_json=as_json, format=_format(format)))
+    raise typer.Exit(run_simulate(workload, shape, profile, options, as_json=as_json, format=_format(format)))
 
 
 def _duration(option: str, text: str) -> int:

@@ -103,8 +103,8 @@ def test_a_missing_profile_names_those_that_ship(tmp_path: Path) -> None:
     ],
 )
 def test_faults_are_read_and_shown_as_they_are_written(text: str, fault: Fault) -> None:
-    assert parse_fault(text, 2, 4) == fault
-    assert parse_fault(show_fault(fault), 2, 4) == fault
+    assert parse_fault(text) == fault
+    assert parse_fault(show_fault(fault)) == fault
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,6 @@ def test_faults_are_read_and_shown_as_they_are_written(text: str, fault: Fault) 
         ("", "give KIND:NODE@TIME"),
         ("kill p0", "give KIND:NODE@TIME"),
         ("explode:p0@1s", "'explode' is no fault; give kill, freeze"),
-        ("kill:p2@1s", "there is no p2: the prefill nodes are p0 to p1"),
-        ("kill:d9@1s", "the decode nodes are d0 to d3"),
         ("kill:*@1s", "name one node"),
         ("kill:p0-d0@1s", "concerns one node, not a link"),
         ("cut:p0@1s+2s", "happens once"),
@@ -130,7 +128,20 @@ def test_faults_are_read_and_shown_as_they_are_written(text: str, fault: Fault) 
 )
 def test_a_wrong_fault_is_told_what_would_be_right(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match="--fault") as refused:
-        parse_fault(text, 2, 4)
+        parse_fault(text)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("kill:p2@1s", "'kill:p2@1s': there is no p2; the prefill nodes: p0 to p1"),
+        ("drop:p0-d9@1s=0.5", "'drop:p0-d9@1s=0.5': there is no d9; the decode nodes: d0 alone"),
+    ],
+)
+def test_a_fault_of_no_node_names_those_that_there_are(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="--fault") as refused:
+        plan_of(Options(prefill=2, faults=(parse_fault(text),)), PROFILE, Workload("w", ()))
     assert problem in str(refused.value)
 
 

@@ -111,10 +111,15 @@ class SimCluster:
         if not alive:
             self._over(ask, UNREACHABLE)
             return
-        node = self._policy.choose(alive, ask)
+        node = self._recorded_node(ask) or self._policy.choose(alive, ask)
         ask.node = node.name
         node.sent[ask.number] = ask
         self.driver.after(self._request_ns, node.enter, node.ask, ask)
+
+    def _recorded_node(self, ask: Ask) -> SimNode | None:
+        sent_to = self.plan.sent_to
+        node = self.nodes[self.decodes[sent_to[ask.number]]] if ask.number < len(sent_to) else None
+        return node if node is not None and not node.over else None
 
     def answered(self, node: SimNode, ask: Ask, end: ev.EndRequest) -> None:
         """Its one end has been told to the client."""

@@ -65,16 +65,17 @@ class Fault(NamedTuple):
         return (_is(self.node, node) and _is(self.peer, peer)) or (_is(self.node, peer) and _is(self.peer, node))
 
 
-def parse_fault(text: str, prefill: int, decode: int) -> Fault:
-    """Raises ConfigError (`--fault`) naming what is wrong and what would be right."""
+def parse_fault(text: str) -> Fault:
+    """Raises ConfigError (`--fault`) naming what is wrong and what would be right. Whether there is such a node is not
+    known here (`check_nodes`)."""
     found = _FAULT.fullmatch(text.strip())
     if found is None:
         raise _error(text, f"give KIND:NODE@TIME, {EXAMPLES}")
     kind = KINDS.get(found["kind"])
     if kind is None:
         raise _error(text, f"{found['kind']!r} is no fault; give {', '.join(KINDS)}")
-    for name in filter(None, (found["node"], found["peer"])):
-        _check_node(text, name, kind, prefill, decode)
+    if found["node"] == "*" and not kind.every:
+        raise _error(text, "name one node")
     if found["peer"] and not kind.pair:
         raise _error(text, f"{found['kind']} concerns one node, not a link")
     if found["for"] and not kind.lasts:
@@ -91,14 +92,13 @@ def parse_fault(text: str, prefill: int, decode: int) -> Fault:
     )
 
 
-def _check_node(text: str, name: str, kind: Kind, prefill: int, decode: int) -> None:
-    if name == "*":
-        if not kind.every:
-            raise _error(text, "name one node")
-        return
-    role, count = ("prefill", prefill) if name[0] == "p" else ("decode", decode)
-    if int(name[1:]) >= count:
-        raise _error(text, f"there is no {name}: the {role} nodes are {name[0]}0 to {name[0]}{count - 1}")
+def check_nodes(fault: Fault, prefill: int, decode: int) -> None:
+    """Raises ConfigError (`--fault`) for a node that there is not."""
+    for name in (fault.node, fault.peer):
+        role, count = ("prefill", prefill) if name.startswith("p") else ("decode", decode)
+        if name not in ("", "*") and int(name[1:]) >= count:
+            nodes = f"{name[0]}0" + (f" to {name[0]}{count - 1}" if count > 1 else " alone")
+            raise _error(show_fault(fault), f"there is no {name}; the {role} nodes: {nodes}")
 
 
 def _time(text: str, written: str, least_ns: int) -> int:

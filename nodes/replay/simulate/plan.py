@@ -8,20 +8,21 @@ from pdbus.bus.errors import ConfigError
 from pdbus.connector.handoff import HandoffConfig
 
 from ..workload import Workload
-from .faults import Fault
+from .faults import Fault, check_nodes
 from .profile import Profile
 
 BLOCK_TOKENS = 512  # where a workload names no block size; a large one costs less to simulate
+POLICY = "least-loaded"
 REACH = 32  # prefill nodes that a decode node knows: more add links, not choice
 DEADLINE_NS = 300_000_000_000
 NODES_MAX = 100_000
 
 
 class Options(NamedTuple):
-    """As the user gave them. 0 and '': what the profile or the workload says."""
+    """As the user gave them. None, 0 and '': what the recording, the profile or the workload says."""
 
-    prefill: int = 1
-    decode: int = 1
+    prefill: int | None = None
+    decode: int | None = None
     block_size: int = 0
     kv_tokens: int = 0
     prefill_chunk: int = 0
@@ -32,7 +33,8 @@ class Options(NamedTuple):
     lease_ns: int = 0
     renew_ns: int = 0
     claim_ns: int = 0
-    policy: str = "least-loaded"
+    policy: str = ""
+    sent_to: tuple[int, ...] = ()
     reach: int = REACH
     faults: tuple[Fault, ...] = ()
     seed: int = 0
@@ -54,6 +56,7 @@ class Plan(NamedTuple):
     handoff: HandoffConfig
     link_gb_per_s: float  # of a node, to or from all others together
     policy: str  # which decode node a request is sent to
+    sent_to: tuple[int, ...]  # its number by request, for those that there are; instead of a policy
     reach: int
     faults: tuple[Fault, ...] = ()
     seed: int = 0
@@ -73,8 +76,8 @@ def plan_of(options: Options, profile: Profile, workload: Workload) -> Plan:
     batch = options.max_batch_tokens or profile.max_batch_tokens
     plan = Plan(
         profile=profile,
-        prefill=options.prefill,
-        decode=options.decode,
+        prefill=1 if options.prefill is None else options.prefill,
+        decode=1 if options.decode is None else options.decode,
         block_size=size,
         prefill_blocks=(options.kv_tokens or profile.prefill_kv_tokens) // size,
         decode_blocks=(options.kv_tokens or profile.decode_kv_tokens) // size,
@@ -84,7 +87,8 @@ def plan_of(options: Options, profile: Profile, workload: Workload) -> Plan:
         skip_sampling=options.skip_sampling or profile.skip_sampling,
         handoff=_handoff(options, size * profile.kv_bytes_per_token),
         link_gb_per_s=options.link_gb_per_s or profile.link_gb_per_s,
-        policy=options.policy,
+        policy=options.policy or POLICY,
+        sent_to=options.sent_to,
         reach=options.reach,
         faults=options.faults,
         seed=options.seed,
@@ -110,6 +114,8 @@ def _check(plan: Plan) -> None:
     for option, count in (("--prefill", plan.prefill), ("--decode", plan.decode)):
         if not 1 <= count <= NODES_MAX:
             raise ConfigError(option, f"{count} nodes; give 1 to {NODES_MAX}")
+    for fault in plan.faults:
+        check_nodes(fault, plan.prefill, plan.decode)
     for option, value in (("--prefill-chunk", plan.prefill_chunk), ("--max-running", plan.max_running)):
         if value > plan.max_batch_tokens:
             problem = f"{value} is more than a step holds: give at most --max-batch-tokens, {plan.max_batch_tokens}"

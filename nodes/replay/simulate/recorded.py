@@ -27,6 +27,7 @@ from ..turns import Hole, Unreadable, began, effect_of, event_of, tag_of, turns_
 from ..workload import Asked
 from .asks import Ask
 from .fit import Read, Step, lines_of, link_of
+from .plan import Options
 from .profile import NS_PER_MS, Profile
 from .shapes import shape_of
 
@@ -74,6 +75,22 @@ class RecordedCluster:
     def _of(self, role: str) -> list[Node]:
         """One for each name: of several lives the last."""
         return list({node.core.name: node for node in self.nodes if node.role == role}.values())
+
+    def filled(self, options: Options) -> Options:
+        """The same, with what the user left open as it was here. With as many decode nodes, each request goes to the
+        one that it went to."""
+        handoff = self.prefill[0].core.handoff
+        filled = options._replace(
+            prefill=len(self.prefill) if options.prefill is None else options.prefill,
+            decode=len(self.decode) if options.decode is None else options.decode,
+            lease_ns=options.lease_ns or handoff.lease_ns,
+            renew_ns=options.renew_ns or (0 if options.lease_ns else handoff.renew_ns),
+            claim_ns=options.claim_ns or (0 if options.lease_ns else handoff.claim_ns),
+        )
+        names = {node.core.name: number for number, node in enumerate(self.decode)}
+        if options.policy or filled.decode != len(names):
+            return filled
+        return filled._replace(sent_to=tuple(names[ask.node] for ask in self.asks))
 
     @property
     def asks(self) -> list[Ask]:
