@@ -159,13 +159,16 @@ def simulate(
     ] = False,
     max_requests: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of chances, and of spread ticks.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record the simulated nodes, for show and verify.")
+    ] = None,
     format: Format = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Play a workload, or what was recorded, on a simulated cluster. Exit status 1: no request completed, or no cluster
     meets the targets."""
     from .load import Shape
-    from .simulate.command import Wanted, chunks_of, run_search, run_simulate
+    from .simulate.command import Report, Wanted, chunks_of, run_search, run_simulate
     from .simulate.faults import parse_fault
     from .simulate.plan import Options
     from .simulate.search import parse_target
@@ -191,13 +194,15 @@ def simulate(
         seed=seed,
     )
     wanted = Wanted(tuple(parse_target(text) for text in target or ()), chunks, _factor("--decode-cost", decode_cost))
+    if search and record is not None:
+        raise ConfigError("--record", "is for one simulation: leave out --search")
     if search and not wanted.targets:
         raise ConfigError("--search", "says nothing to be met: give --target, as ttft.p90=2s")
     if not search and (wanted.targets or len(chunks) > 1):
         raise ConfigError("--target" if wanted.targets else "--prefill-chunk", "is for a search: add --search")
     if search:
         raise typer.Exit(run_search(workload, shape, profile, options, wanted, as_json=as_json, format=_format(format)))
-    raise typer.Exit(run_simulate(workload, shape, profile, options, as_json=as_json, format=_format(format)))
+    raise typer.Exit(run_simulate(workload, shape, profile, options, Report(as_json, record), _format(format)))
 
 
 def _duration(option: str, text: str) -> int:

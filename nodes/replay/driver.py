@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from .. import events as ev
 from ..core import NodeCore
+from ..recording import NodeRecorder
 
 TICK_MIN_NS = 1_000_000  # as in control
 
@@ -54,9 +55,10 @@ class Shell:
 
     CARRY_OUT: ClassVar[Mapping[type[ev.NodeEffect], Callable[[Any, Any], None]]]  # the subclass's methods
 
-    def __init__(self, driver: Driver, core: NodeCore) -> None:
+    def __init__(self, driver: Driver, core: NodeCore, recorder: NodeRecorder | None = None) -> None:
         self.driver = driver
         self.core = core
+        self._recorder = recorder
         self.over = False
         self.frozen_until = 0
         self._missed: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # while frozen
@@ -100,9 +102,10 @@ class Shell:
         self._arm()
 
     def _turn(self, event: ev.NodeEvent) -> None:
-        driver, table = self.driver, self.CARRY_OUT
+        driver, table, recorder = self.driver, self.CARRY_OUT, self._recorder
         driver.handled += 1
-        for effect in self.core.handle(event, driver.now):
+        now = driver.now
+        for effect in recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now):
             table[type(effect)](self, effect)
 
     def settled(self) -> None:

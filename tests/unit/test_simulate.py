@@ -20,7 +20,7 @@ def test_one_request_takes_what_its_steps_reads_and_messages_take() -> None:
     chunks_ms = 44.9 + (44.9 + 3.99 * 0.4) + (24.9 + 1.99 * 0.8)
     messages_ms = 0.5 + 0.5 + 0.5  # to the decode node, prefill.request, prefill.done
     assert (ask.first_ns - ask.sent_ns) / MS == pytest.approx(chunks_ms + messages_ms, abs=0.01)
-    steps_ms = 9 * (10 + 1.004)
+    steps_ms = 9 * (10 + 0.1004)
     handover_ms = 1 + 0.2 + 2 * 0.5  # the last read of 200 kB, claim and answer
     assert (ask.last_ns - ask.first_ns) / MS == pytest.approx(handover_ms + steps_ms, abs=0.01)
     assert ask.tokens == 10 and sum(ask.gaps.values()) == 9

@@ -58,6 +58,26 @@ def test_nothing_completed_is_status_1(
     assert "too_long" in capsys.readouterr().out
 
 
+def test_a_search_says_what_it_tried_and_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"{GOOD} --search --target ttft.p90=400ms --prefill 4 --decode 4 --prefill-chunk 512,2048"
+    assert ran(f"{command} --json", monkeypatch) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["found"] and said["cost"] == said["prefill"] + said["decode"] == 2
+    assert {row["prefill_chunk"] for row in said["tried"]} == {512, 2048}
+    assert said["ttft_ms"]["p90"] <= 400 and said["targets"] == ["ttft.p90=400ms"]
+    assert ran(command, monkeypatch) == 0
+    assert "1 prefill and 1 decode nodes meet ttft.p90=400ms" in capsys.readouterr().out
+
+
+def test_a_target_that_nothing_meets_is_status_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(f"{GOOD} --search --target itl.p50=1ms --prefill 2 --decode 2", monkeypatch) == 1
+    assert "no cluster of that size meets itl.p50=1ms" in capsys.readouterr().out
+
+
 GOOD = "simulate --workload good.jsonl"
 
 
@@ -83,6 +103,15 @@ GOOD = "simulate --workload good.jsonl"
         (f"{GOOD} --lease 1s --renew 1s", "--lease: is too short"),
         (f"{GOOD} --prefill-chunk 9999", "--prefill-chunk: 9999 is more than a step holds"),
         (f"{GOOD} --block-size 400000", "--block-size: blocks of 400000 tokens"),
+        (f"{GOOD} --prefill-chunk many", "--prefill-chunk: 'many' will not do; give tokens"),
+        (f"{GOOD} --prefill-chunk 256,512", "--prefill-chunk: is for a search: add --search"),
+        (f"{GOOD} --search", "--search: says nothing to be met: give --target, as ttft.p90=2s"),
+        (f"{GOOD} --target ttft.p90=2s", "--target: is for a search: add --search"),
+        (f"{GOOD} --search --target fast", "--target: 'fast' is no target"),
+        (f"{GOOD} --search --target ttft.p90=2s --decode-cost 0", "--decode-cost: 0 will not do"),
+        (f"{GOOD} --search --target ttft.p90=2s --record x", "--record: is for one simulation"),
+        (f"{GOOD} --prefill 500 --record x", "--record: one file for each of 501 nodes"),
+        (f"{GOOD} --record empty", "--record: cannot write"),
         (f"{GOOD} --speed nan", "--speed: nan will not do"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from ... import events as ev
 from ..driver import Driver
@@ -24,11 +25,13 @@ UNREACHABLE = "unreachable"
 
 
 class SimCluster:
-    """Plays one workload on one plan, once."""
+    """Plays one workload on one plan, once. `record`: a folder for what every node heard and decided;
+    then every heartbeat and renewal is said, too."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, record: Path | None = None) -> None:
         profile = plan.profile
         self.plan = plan
+        self.record = record
         self.driver = Driver()
         self.bus = Bus(self.driver, int(profile.message_ms * NS_PER_MS))
         self.fabric = Fabric(self.driver, plan.link_gb_per_s * 1e9)
@@ -66,6 +69,8 @@ class SimCluster:
         self._next(asks_of(workload, self.plan.block_size))
         total = len(workload.requests)
         self.driver.run(FOREVER_NS, lambda: self.ended >= total)
+        for node in self.nodes.values():
+            node.close()
 
     def begin(self, name: str) -> None:
         """A node starts, for the first time or again."""
@@ -148,7 +153,7 @@ class SimCluster:
     def published(self, node: SimNode, e: ev.Publish) -> None:
         if e.event == "node.up":
             peer = str(e.data["node"])
-            if self._trouble.calm(node.name, peer):
+            if self.record is None and self._trouble.calm(node.name, peer):
                 node.post(ev.WatchChanged(peer=peer, watched=True))
         elif e.event in ("attempt.failed", "lease.ended"):
             self.counters[f"{e.event}: {e.data['cause']}"] += 1

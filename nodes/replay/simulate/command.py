@@ -26,6 +26,7 @@ from .recorded import RecordedCluster
 from .search import NODES_MAX, Search, Target, Tried
 from .view import show, show_search
 
+RECORDED_MAX = 256  # nodes: each has a file and a thread that writes it
 EXIT_NOT_DONE = 1  # nothing completed, or no cluster meets the targets
 
 
@@ -50,15 +51,26 @@ class Case(NamedTuple):
         return plan_of(options or self.options, self.profile, self.workload)
 
 
-def run_simulate(path: Path, shape: Shape, profile: str, options: Options, *, as_json: bool, format: str = AUTO) -> int:
+class Report(NamedTuple):
+    """Where the result goes; `record`: a folder for what every node heard and decided."""
+
+    as_json: bool = False
+    record: Path | None = None
+
+
+def run_simulate(path: Path, shape: Shape, profile: str, options: Options, report: Report, format: str = AUTO) -> int:
     """Plays it and reports. 0, also when some requests failed; 1 when none completed. Raises ConfigError."""
     case = _case(path, shape, profile, options, format)
     plan = case.plan()
-    result = simulated(plan, case.workload)
+    if report.record is not None and plan.prefill + plan.decode > RECORDED_MAX:
+        raise ConfigError(
+            "--record", f"one file for each of {plan.prefill + plan.decode} nodes; at most {RECORDED_MAX}"
+        )
+    result = simulated(plan, case.workload, report.record)
     result |= {"shape": shape._asdict(), "notes": [*case.workload.notes, case.profile.source]}
     if case.recorded is not None:
         result |= _beside(case, plan)
-    print_json(result) if as_json else show(result)
+    print_json(result) if report.as_json else show(result)
     return 0 if result["completed"] else EXIT_NOT_DONE
 
 
@@ -100,9 +112,9 @@ def _beside(case: Case, plan: Plan) -> dict[str, Any]:
     return beside
 
 
-def simulated(plan: Plan, workload: Workload) -> dict[str, Any]:
+def simulated(plan: Plan, workload: Workload, record: Path | None = None) -> dict[str, Any]:
     """The figures of one play, with a bar meanwhile if anyone sees it."""
-    cluster = SimCluster(plan)
+    cluster = SimCluster(plan, record)
     began = time.perf_counter()
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -6,13 +6,13 @@ Nothing here assumes a quiet machine: medians, and slopes that are medians of sl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, groupby
 from statistics import median
 from typing import NamedTuple
 
 from .profile import NS_PER_MS, Line
 
-SAME = 1.25  # sizes within this factor share a line
+SAME = 1.25  # sizes within this factor share a line, where none of them has enough samples for its own
 SAMPLES_MIN = 5  # of a line; fewer say little
 SAMPLES_MAX = 150  # that slopes are taken of: every pair counts
 SPREAD_MIN = 64.0  # tokens of context that samples of a line must span to tell a slope, and half as much as any other
@@ -30,8 +30,8 @@ class Read(NamedTuple):
 
 
 def lines_of(steps: Iterable[Step]) -> tuple[Line, ...]:
-    """One line for sizes that are much the same, by size. What contexts cost where they hardly differ is taken from the
-    other lines, by size. No samples: no line."""
+    """One line for each size, or for several that are much the same, by size. What contexts cost where they hardly
+    differ is taken from the other lines, by size. No samples: no line."""
     groups = _groups(sorted(steps))
     least = max(SPREAD_MIN, max((_span(group) for _, group in groups), default=0.0) / 2)
     slopes = {size: _slope(group, least / 2) for size, group in groups if _span(group) >= least}
@@ -45,16 +45,20 @@ def lines_of(steps: Iterable[Step]) -> tuple[Line, ...]:
 
 
 def _groups(steps: Sequence[Step]) -> list[tuple[int, list[Step]]]:
-    """Steps of about the same size, with the median size; thin groups only where there is no other."""
-    groups: list[list[Step]] = []
-    for step in steps:
-        if groups and step.size <= SAME * groups[-1][0].size:
-            groups[-1].append(step)
+    """By size, or of about one size, with the median one; thin groups only where there is no other."""
+    by_size = [list(group) for _, group in groupby(steps, key=lambda step: step.size)]
+    whole = [group for group in by_size if len(group) >= SAMPLES_MIN]
+    rest: list[list[Step]] = []
+    for group in by_size:
+        if len(group) >= SAMPLES_MIN:
+            continue
+        if rest and group[0].size <= SAME * rest[-1][0].size:
+            rest[-1] += group
         else:
-            groups.append([step])
-    most = max((len(group) for group in groups), default=0)
-    kept = [group for group in groups if len(group) >= min(SAMPLES_MIN, most)]
-    return [(sorted(step.size for step in group)[len(group) // 2], group) for group in kept]
+            rest.append(group)
+    merged = [group for group in rest if len(group) >= SAMPLES_MIN]
+    sized = {group[len(group) // 2].size: group for group in (whole + merged or rest)}
+    return sorted({**sized, **{group[0].size: group for group in whole}}.items())
 
 
 def _span(group: Sequence[Step]) -> float:

@@ -13,6 +13,7 @@ from pdbus.bus.wire import Header
 
 from ... import events as ev
 from ...core import CoreConfig, NodeCore
+from ...recording import NodeRecorder
 from ...scheduler import Limits
 from ..driver import Shell
 from .asks import Ask
@@ -34,7 +35,9 @@ class SimNode(Shell):
         self.plan, self.times = cluster.plan, cluster.times
         self.address = address_of(name)
         self.incarnation = f"{name}/{life}".encode().ljust(16, b".")[:16]
-        super().__init__(cluster.driver, NodeCore(self._core_config(), Membership(self._membership_config())))
+        core, membership = self._core_config(), self._membership_config()
+        recorder = NodeRecorder(cluster.record, core, membership) if cluster.record else None
+        super().__init__(cluster.driver, NodeCore(core, Membership(membership)), recorder)
         self.engine = Engine(self)
         self.mover = Mover(self)
         self.inbound: dict[str, Link] = {}
@@ -52,6 +55,7 @@ class SimNode(Shell):
     def end(self) -> None:
         """The process is gone, with its children and its memory."""
         self.over = True
+        self.close()
         self.engine.life += 1
         self.mover.end()
         if self.cluster.bus.listening.get(self.address) is self:
@@ -59,6 +63,11 @@ class SimNode(Shell):
         self.cluster.bus.process_ended(self)
         for ask in list(self.sent.values()):
             self.cluster.lost(self, ask)
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def settled(self) -> None:
         self.engine.look()

@@ -49,9 +49,10 @@ class StepTimes:
     """A profile's lines, ready to be asked often."""
 
     def __init__(self, profile: Profile) -> None:
-        self._prefill = _Lines(profile.prefill)
+        fixed_ms = _fixed_ms(profile.prefill)
+        self._prefill = _Lines(((0.0, fixed_ms, 0.0), *profile.prefill))
         self._decode = _Lines(profile.decode)
-        self._fixed_ms = min(profile.prefill[0][1], profile.decode[0][1])
+        self._fixed_ms = min(fixed_ms, profile.decode[0][1])
 
     def ns(self, tokens: int, context: float, rows: int, row_context: float) -> int:
         """A step over `tokens` of prompts after `context` on the average, and `rows` decoding rows. What every step
@@ -62,6 +63,13 @@ class StepTimes:
             return max(1, int(self._prefill.ms(tokens, context) * NS_PER_MS))
         both_ms = self._prefill.ms(tokens, context) + self._decode.ms(rows, row_context) - self._fixed_ms
         return max(1, int(both_ms * NS_PER_MS))
+
+
+def _fixed_ms(lines: tuple[Line, ...]) -> float:
+    """What a step costs before its first token: where the first two lines lead to."""
+    (s0, a0, _), (s1, a1, _) = lines[0], lines[min(1, len(lines) - 1)]
+    rise = (a1 - a0) / (s1 - s0) if s1 > s0 else 0.0
+    return min(a0, max(0.0, a0 - rise * s0))
 
 
 class _Lines:

@@ -142,7 +142,8 @@ class _Reader:
         self._offset_ns = offset_ns
         self._step: tuple[int, int, ev.RunStep] | None = None  # number, when, what
         self._started: dict[int, int] = {}  # reads
-        self._sampled: dict[int, int] = {}  # tokens of the step that ended, by sequence
+        self._sampled: dict[int, int] = {}  # tokens of the step that ended, by sequence, where they were not one
+        self._took_ns = 0  # that step
         if tag_of(recording) == ClientBegan.__name__:
             return
         try:
@@ -180,7 +181,8 @@ class _Reader:
             case ev.TakeFirstToken(request=request) if request in node.asks:
                 node.asks[request].sampled(1, 0, now)
             case ev.EmitToken(request=request, seq=seq) if request in node.asks:
-                node.asks[request].sampled(self._sampled.get(seq, 1), 0, now)
+                tokens = self._sampled.get(seq, 1)
+                node.asks[request].sampled(tokens, self._took_ns // tokens, now)
             case ev.EndRequest(request=request) if request in node.asks:
                 ask = node.asks[request]
                 ask.end, ask.ended_ns = value, now
@@ -188,14 +190,16 @@ class _Reader:
 
     def _step_ended(self, node: Node, ended: ev.StepEnded, now: int) -> None:
         self._sampled = {row.seq: row.tokens for row in ended.rows if row.tokens != 1}
-        if self._step is None or self._step[0] != ended.step or self._sampled:
+        if self._step is None or self._step[0] != ended.step:
             return
         shape = shape_of(self._step[2].rows)
-        took = now - self._step[1]
+        took = self._took_ns = now - self._step[1]
+        counts = {row.tokens for row in ended.rows}
         if shape.tokens and not shape.rows:
             node.prefill.append(Step(shape.tokens, shape.context, took))
-        elif shape.rows and not shape.tokens:
-            node.decode.append(Step(shape.rows, shape.row_context, took))
+        elif shape.rows and not shape.tokens and len(counts) == 1:  # several tokens a row were as many passes
+            tokens = counts.pop()
+            node.decode.append(Step(shape.rows, shape.row_context + (tokens - 1) / 2, took // tokens))
 
 
 def _said(message: Message) -> Said:

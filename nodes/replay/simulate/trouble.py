@@ -94,6 +94,8 @@ class Trouble:
 
     def _watch(self, fault: Fault, watched: bool) -> None:
         """Who is not up cannot be watched: the core says so, and nothing changes."""
+        if self._cluster.record is not None:
+            return
         nodes = self._cluster.nodes
         for node in nodes.values():
             for peer in [p.name for p in node.core.peers.members() if fault.concerns(node.name, p.name)]:
