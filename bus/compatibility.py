@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from .messages import Hello
+from collections.abc import Callable
+
+from .messages import Geometry, Hello
 
 PREFILL_ROLES = ("prefill", "both")
 DECODE_ROLES = ("decode", "both")
 
 Difference = tuple[str, str, str]  # field, yours, mine
+
+# Of a prefill node's geometry and a decode node's: every field that keeps the second from reading the first's KV, with
+# both values as text. The bus knows no memory layouts, so that it is told how to compare them.
+Unreadable = Callable[[Geometry, Geometry], tuple[Difference, ...]]
 
 
 def hands_over(a: Hello, b: Hello) -> bool:
@@ -15,16 +21,18 @@ def hands_over(a: Hello, b: Hello) -> bool:
     return _serves(a, b) or _serves(b, a)
 
 
-def differences(yours: Hello, mine: Hello) -> tuple[Difference, ...]:
+def differences(yours: Hello, mine: Hello, unreadable: Unreadable) -> tuple[Difference, ...]:
     """Every field that keeps the pair from working, with both values as text. max_model_len may differ."""
     if yours.geometry is None or mine.geometry is None or not hands_over(yours, mine):
         return ()
     fields = [("version", _minor(yours.version), _minor(mine.version))]
-    for field in ("layout", "layers", "kv_heads", "head_dim", "kv_parts", "block_size", "dtype", "block_bytes"):
-        fields.append((field, str(getattr(yours.geometry, field)), str(getattr(mine.geometry, field))))
+    if _serves(yours, mine):
+        fields += unreadable(yours.geometry, mine.geometry)
+    if _serves(mine, yours):
+        fields += [(name, theirs, ours) for name, ours, theirs in unreadable(mine.geometry, yours.geometry)]
     fields.append(("fingerprint", yours.fingerprint, mine.fingerprint))
     fields.append(("deterministic", str(yours.deterministic).lower(), str(mine.deterministic).lower()))
-    return tuple(f for f in fields if f[1] != f[2])
+    return tuple(f for f in dict.fromkeys(fields) if f[1] != f[2])
 
 
 def describe(fields: tuple[Difference, ...]) -> str:

@@ -3,8 +3,8 @@
 A dial is one address. It waits until it is due, opens a link, says hello there and waits for the answer; then it
 stays open until the peer is lost, and starts over. Failures back off from 50 ms to 5 s, doubling, each wait
 between half and all of that (so that a cluster that lost a node does not call it in step). A refusal is retried
-too, slowly. A removed address is not called until it is asked for again. At most 16 dials are on their way at once,
-and each address has at most one.
+too, slowly. An address that was removed before anyone there became a peer is not called until it is asked for again.
+At most 16 dials are on their way at once, and each address has at most one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ DIALS: dict[tuple[DialState, str], DialState] = {
     (W, "removed"): X,
     (O, "removed"): X,
     (G, "removed"): X,
-    (UP, "removed"): X,
     (R, "removed"): X,
 }
 
@@ -60,6 +59,7 @@ class Dial:
     attempts: int = 0  # failed ones since it was last open for a while
     due_ns: int = 0  # next try, or end of the wait for an answer
     open_ns: int = 0
+    command: int = 0  # which of the operator's was the last to ask for it, or to remove it
     reason: str = ""
     told: tuple[str, ...] = ()  # reasons that are no news any more, since it was asked for or open
 
@@ -86,6 +86,15 @@ class Dials:
     def names(self) -> dict[str, None]:
         """Of all peers that are called."""
         return dict.fromkeys(d.name for d in self._dials.values())
+
+    def of(self, name: str, *addresses: str) -> list[Dial]:
+        """All that are known to lead to a peer."""
+        return [d for d in self._dials.values() if (name and d.name == name) or d.address in addresses]
+
+    def removed(self, name: str, address: str) -> list[Dial]:
+        """Those that keep out the peer that says it has this name and address."""
+        removed = (d for d in self._dials.values() if d.state is DialState.REMOVED)
+        return [d for d in removed if (d.name == name if d.name else d.address == address)]
 
     def full(self) -> bool:
         return len(self._dials) >= self._config.addresses_max
@@ -148,9 +157,12 @@ class Dials:
         dial.told = (*dial.told, dial.reason)[-TOLD_MAX:]
         return True
 
-    def remove(self, dial: Dial) -> None:
-        if self._move(dial, "removed"):
-            dial.link, dial.reason = "", "removed"
+    def remove(self, dial: Dial) -> bool:
+        """False when it was removed already."""
+        if not self._move(dial, "removed"):
+            return False
+        dial.link, dial.reason = "", "removed"
+        return True
 
     def next_due_ns(self) -> int | None:
         room = self._room() > 0

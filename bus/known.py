@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .members import MembershipConfig, Peer, PeerState
-from .messages import Agent, Heartbeat, Hello
+from .members import MembershipConfig, MembershipEffect, Peer, PeerState, PeerWatched, SendOn
+from .messages import Agent, Heartbeat, Hello, Message
 
 UP, SUSPECT, DEAD, LEFT = PeerState.UP, PeerState.SUSPECT, PeerState.DEAD, PeerState.LEFT
 GREETING, REMOVING, REMOVED = PeerState.GREETING, PeerState.REMOVING, PeerState.REMOVED
@@ -34,7 +34,8 @@ PEERS: dict[tuple[PeerState, str], PeerState] = {
     (LEFT, "remove"): REMOVED,
     (REMOVING, "idle"): REMOVED,
     (REMOVING, "asked"): UP,  # nothing was said of it to the peer yet
-    (REMOVED, "asked"): LEFT,
+    (REMOVED, "asked"): GREETING,
+    (GREETING, "remove"): REMOVED,
 }
 
 ALIASES_MAX = 8
@@ -64,6 +65,7 @@ class Known:
     ping_ns: int = 0
     remove_ns: int = 0
     watched: bool = False  # by the shell, while up
+    removal: int = 0  # which command of the operator's removed it
     aliases: tuple[str, ...] = ()  # addresses that lead here too, beside the one that is called
 
     @property
@@ -85,8 +87,18 @@ class Known:
 
     def also_at(self, address: str) -> None:
         """The newest few: who adds ever more names of one node has a script that errs."""
-        if address not in self.aliases:
+        if address not in (self.hello.address, *self.aliases):
             self.aliases = (*self.aliases, address)[-ALIASES_MAX:]
+
+    def say(self, link: str, message: Message) -> SendOn:
+        return SendOn(link=link, kind=message.KIND, message=message, to=self.name, to_inc=self.incarnation)
+
+    def unwatch(self) -> list[MembershipEffect]:
+        """Comes before whatever makes a watched peer less than up."""
+        if not self.watched:
+            return []
+        self.watched = False
+        return [PeerWatched(peer=self.record(), watched=False)]
 
     # ------------------------------------------------------------ silence
 

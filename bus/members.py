@@ -356,3 +356,10 @@ def closing(link: str, *, flush: bool = False) -> list[MembershipEffect]:
 
 def rejected(event: MembershipEvent, reason: str, link: str = "") -> Rejected:
     return Rejected(event=type(event).__name__, reason=reason, link=link)
+
+
+def answer(link: str, header: Header, message: Message) -> SendOn:
+    """To the sender of what came with this header."""
+    return SendOn(
+        link=link, kind=message.KIND, message=message, to=header.from_, to_inc=header.from_inc, cause=header.seq
+    )

@@ -2,8 +2,9 @@
 
 Theory of operation. A *peer* is a node that has said hello to us or welcomed us; it is known by name, and exactly
 one of its incarnations is current. Only a hello (or the welcome that answers ours) on a new connection makes
-another one current; the old one is then retired for good, which is the one proof, beside a goodbye, that it is
-over. All that carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
+another one current; the old one is then retired, which is the one proof, beside a goodbye, that it is over. (Should
+it live, as when two nodes were given one name, it comes back by answering us once its successor has gone.) All that
+carries another incarnation than the current one is answered with `stale_peer`, and not acted on.
 
 Every node calls what it was asked to join, and then whomever a welcome names: so all know the newcomer and it knows
 all, whichever member it joined. A decode node also calls back a prefill node that says hello, since decode nodes ask
@@ -20,7 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import members as ms
-from .compatibility import DECODE_ROLES, PREFILL_ROLES, describe, differences
+from .commands import Commands
+from .compatibility import DECODE_ROLES, PREFILL_ROLES, Unreadable, describe, differences
 from .dials import Dial, Dials, DialState
 from .known import DEAD, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
 from .messages import Agent, Drain, Goodbye, Heartbeat, Hello, Member, Message, Refused, StalePeer, Welcome
@@ -34,11 +36,14 @@ NEVER_STALE = ("error", "goodbye", "refused", "welcome")  # no use in answering 
 class Membership:
     """The machine. `handle` alone changes it; `next_deadline` says when a ms.Tick is due (earlier does no harm)."""
 
-    def __init__(self, config: ms.MembershipConfig) -> None:
+    def __init__(self, config: ms.MembershipConfig, unreadable: Unreadable) -> None:
+        """`unreadable` tells whether two nodes' KV geometries work together."""
         self._config = config
+        self._unreadable = unreadable
         self._hello = config.hello
-        self._roster = Roster(config)
+        self._roster = Roster(config, unreadable)
         self._dials = Dials(config)
+        self._commands = Commands(config, self._roster, self._dials)
         self._agents: dict[int, Agent] = {}
         self._load = Heartbeat()
         self._draining = False
@@ -46,8 +51,8 @@ class Membership:
         self._deadline: int | None = None
         self._deadline_known = False
         self._handlers: dict[type[ms.MembershipEvent], Callable[[Any, int], list[ms.MembershipEffect]]] = {
-            ms.JoinAsked: self._join,
-            ms.RemoveAsked: self._remove,
+            ms.JoinAsked: self._commands.join,
+            ms.RemoveAsked: self._commands.remove,
             ms.LinkOpened: self._link_opened,
             ms.LinkFailed: self._link_failed,
             ms.LinkLost: self._link_lost,
@@ -141,62 +146,15 @@ class Membership:
         """What we say of ourselves now."""
         return self._hello
 
-    # ------------------------------------------------------------ asked by people
-
-    def _join(self, event: ms.JoinAsked, now_ns: int) -> list[ms.MembershipEffect]:
-        if event.address == self._hello.address:
-            return [ms.rejected(event, "this is the node itself")]
-        dial = self._dials.at(event.address)
-        known = self._roster.get(dial.name if dial else "") or self._roster.at(event.address)
-        if known is not None and known.move("asked") and known.state is UP:
-            return []  # its removal is taken back
-        if dial is not None:
-            return [] if self._dials.ask(dial, now_ns) else [ms.rejected(event, f"already {dial.state}")]
-        if known is not None and known.out and known.state in USABLE:
-            return [ms.rejected(event, f"{known.name} has a link already")]
-        if self._dials.full():
-            return [ms.rejected(event, f"{self._config.addresses_max} addresses are being called already")]
-        self._dials.add(event.address, "", now_ns)
-        return []
-
-    def _remove(self, event: ms.RemoveAsked, now_ns: int) -> list[ms.MembershipEffect]:
-        dial = self._dials.at(event.target) or self._dials.named(event.target)
-        known = self._roster.get(dial.name if dial else event.target) or self._roster.at(event.target)
-        if known is not None:
-            if known.state in (REMOVING, REMOVED):
-                return [ms.rejected(event, f"already {known.state}")]
-            unwatched = self._unwatched(known)
-            known.move("remove", "removed")
-            known.remove_ns = now_ns + self._config.removal_ns
-            return unwatched + (self._removed(known) if known.state is REMOVED or not known.busy else [])
-        if dial is None or dial.state is DialState.REMOVED:
-            return [ms.rejected(event, f"no member {event.target}")]
-        closing = ms.closing(dial.link)
-        self._dials.remove(dial)
-        return [*closing, ms.PeerRemoved(name=dial.name, address=dial.address)]
-
-    def _removed(self, known: Known) -> list[ms.MembershipEffect]:
-        """The last lease has ended, or was waited for long enough."""
-        effects: list[ms.MembershipEffect] = []
-        if known.move("idle", "removed"):
-            effects = [self._send(known, known.link, Goodbye(reason="removed")), *ms.closing(known.out, flush=True)]
-            effects.append(ms.PeerDown(peer=known.record(), reason="removed", proven=False))
-        dial = self._dials.named(known.name) or self._dials.at(known.hello.address)
-        if dial is not None:
-            effects += [] if dial.link == known.out else ms.closing(dial.link)
-            self._dials.remove(dial)
-        known.out = known.inn = ""
-        return [*effects, ms.PeerRemoved(name=known.name, address=known.hello.address)]
+    # ------------------------------------------------------------ asked by the node
 
     def _drain_started(self, event: ms.DrainStarted, now_ns: int) -> list[ms.MembershipEffect]:
         self._draining = True
-        return [self._send(p, p.link, Drain()) for p in self._roster.usable()]
+        return [p.say(p.link, Drain()) for p in self._roster.usable()]
 
     def _leave(self, event: ms.Leaving, now_ns: int) -> list[ms.MembershipEffect]:
         self._leaving = True
-        return [self._send(p, p.link, Goodbye(reason=event.reason)) for p in self._roster.usable()]
-
-    # ------------------------------------------------------------ asked by the node
+        return [p.say(p.link, Goodbye(reason=event.reason)) for p in self._roster.usable()]
 
     def _busy_changed(self, event: ms.BusyChanged, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.peer)
@@ -207,26 +165,17 @@ class Membership:
         else:
             known.use_until_ns = now_ns + self._config.in_use_ns
         known.busy = event.busy
-        return self._removed(known) if known.state is REMOVING and not event.busy else []
+        return self._commands.removed(known) if known.state is REMOVING and not event.busy else []
 
     def _watch_changed(self, event: ms.WatchChanged, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.peer)
-        if known is None or known.watched == event.watched or known.state is not UP:
-            return [
-                ms.rejected(event, "no change" if known and known.watched == event.watched else "no peer that is up")
-            ]
+        if known is None or known.state is not UP or known.watched == event.watched:
+            return [ms.rejected(event, "no change, or no peer that is up")]
         if not event.watched:
             known.forgive(now_ns)
-            return self._unwatched(known)
+            return known.unwatch()
         known.watched = True
         return [ms.PeerWatched(peer=known.record(), watched=True)]
-
-    def _unwatched(self, known: Known) -> list[ms.MembershipEffect]:
-        """Comes before whatever makes a peer less than up."""
-        if not known.watched:
-            return []
-        known.watched = False
-        return [ms.PeerWatched(peer=known.record(), watched=False)]
 
     def _own_agent_changed(self, event: ms.OwnAgentChanged, now_ns: int) -> list[ms.MembershipEffect]:
         if event.agent.epoch < self._hello.epoch:
@@ -235,7 +184,7 @@ class Membership:
             self._agents.clear()
             self._hello = replace(self._hello, epoch=event.agent.epoch)
         self._agents[event.agent.rank] = event.agent
-        return [self._send(p, p.link, event.agent) for p in self._roster.usable()]
+        return [p.say(p.link, event.agent) for p in self._roster.usable()]
 
     def _own_load_changed(self, event: ms.OwnLoadChanged, now_ns: int) -> list[ms.MembershipEffect]:
         self._load = Heartbeat(
@@ -266,7 +215,7 @@ class Membership:
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
-        unwatched = self._unwatched(known)
+        unwatched = known.unwatch()
         known.move("cut", "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
         known.cut(now_ns)
@@ -278,11 +227,11 @@ class Membership:
         header, hello = event.header, event.message
         refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
         if refusal := LEAVING if self._leaving else refusal:
-            effects = [self._answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
+            effects = [ms.answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
             if self._roster.turn_away(header, hello, refusal.reason):
                 effects.append(ms.TurnedAway(name=header.from_, address=hello.address, reason=refusal.reason))
             return effects
-        welcome = self._answer(
+        welcome = ms.answer(
             event.link, header, Welcome(hello=self._hello, members=self._roster.introduce(header.from_))
         )
         if hello.geometry is None:
@@ -299,8 +248,10 @@ class Membership:
             return [ms.rejected(event, "no hello of ours is waiting there", event.link)]
         if header.to_inc not in (b"", self._config.incarnation):
             return [ms.rejected(event, "meant for another incarnation", event.link)]
-        fields = differences(self._hello, hello)
-        if reason := self._roster.impossible(header, now_ns) or (describe(fields) if fields else ""):
+        reason = self._roster.impossible(header, now_ns, answers=True)
+        if not reason and (fields := differences(self._hello, hello, self._unreadable)):
+            reason, dial.name = describe(fields), dial.name or header.from_
+        if reason:
             return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, reason, event.link)]
         if hello.geometry is None:
             reason = f"a {hello.role} is no member"
@@ -310,15 +261,16 @@ class Membership:
     def _welcomed(self, event: ms.WelcomeReceived, dial: Dial, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
         known = self._roster.get(header.from_)
-        if known is not None and known.state in (REMOVING, REMOVED):
-            self._dials.remove(dial)
-            return [*ms.closing(event.link), ms.rejected(event, "removed here", event.link)]
+        if self._commands.keep_out(header.from_, hello.address, dial):
+            leases = known is not None and known.state is REMOVING  # a goodbye would end them
+            said = [] if leases else [ms.answer(event.link, header, Goodbye(reason="removed"))]
+            return [*said, *ms.closing(event.link, flush=True), ms.rejected(event, "removed here", event.link)]
         if known is not None and known.incarnation == header.from_inc and known.out and known.state in USABLE:
             # Two addresses of one peer: the first link stays, and a word on it tells the peer where we are.
             self._dials.drop(dial)
             known.also_at(dial.address)
             rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
-            return [*ms.closing(event.link), self._send(known, known.out, self._heartbeat()), rejected]
+            return [*ms.closing(event.link), known.say(known.out, self._heartbeat()), rejected]
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
@@ -379,7 +331,7 @@ class Membership:
             self._dials.ask(dial, now_ns)
         if known.state is LEFT:
             return effects  # its goodbye was proof enough
-        effects += self._unwatched(known)
+        effects += known.unwatch()
         over = replace(known.record(), state=LEFT, reason=reason)
         return [*effects, ms.PeerDown(peer=over, reason=reason, proven=True)]
 
@@ -387,7 +339,7 @@ class Membership:
         """What follows a welcome: our agents, and that we drain."""
         own: list[Message] = [self._agents[rank] for rank in sorted(self._agents)]
         own += [Drain()] if self._draining else []
-        return [self._send(known, link, message) for message in own]
+        return [known.say(link, message) for message in own]
 
     def _announce(self, known: Known, verb: str = "greeted") -> list[ms.MembershipEffect]:
         """Tell the node that the peer is up, unless it was."""
@@ -405,6 +357,7 @@ class Membership:
             introduced = known is not None and known.state in USABLE
             if member.name != self._config.name and not introduced and member.name not in called:
                 self._call(member.name, member.address, now_ns)
+                called[member.name] = None
 
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
@@ -463,12 +416,15 @@ class Membership:
         rejected = ms.rejected(event, f"{kind}: {reason}", event.link)
         if kind in NEVER_STALE:
             return [rejected]
-        return [self._answer(event.link, event.header, StalePeer(current=self._config.incarnation)), rejected]
+        return [ms.answer(event.link, event.header, StalePeer(current=self._config.incarnation)), rejected]
 
     def _agent_received(self, event: ms.AgentReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known, agent = self._roster.get(event.header.from_), event.message
         if known is None or known.state not in USABLE:
             return [ms.rejected(event, "no such peer", event.link)]
+        ranks = known.hello.geometry.tp if known.hello.geometry else 1
+        if not 0 <= agent.rank < ranks:
+            return [ms.rejected(event, f"an agent of rank {agent.rank}, but it has {ranks}", event.link)]
         effects = self._listen(known, event.link, now_ns)
         if agent.epoch < known.epoch or known.agents.get(agent.rank) == agent:
             return effects
@@ -483,19 +439,21 @@ class Membership:
             known.load = event.message
             effects = self._listen(known, event.link, now_ns)
             if known.out and event.message.epoch > (known.epoch if known.agents else 0):
-                effects.append(self._send(known, known.out, self._hello))  # a cut took its agents; they follow a hello
-        return [*effects, self._answer(event.link, event.header, self._heartbeat())] if event.message.reply else effects
+                effects.append(known.say(known.out, self._hello))  # a cut took its agents; they follow a hello
+        return [*effects, ms.answer(event.link, event.header, self._heartbeat())] if event.message.reply else effects
 
     def _goodbye_received(self, event: ms.GoodbyeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
         reason = self._roster.stale(event.header, Goodbye.KIND)
         if known is None or reason:
             return [ms.rejected(event, reason or "no such peer", event.link)]
+        if event.link not in (known.out, known.inn):
+            return [ms.rejected(event, "it has called anew since", event.link)]
         known.draining = False
         if known.state is REMOVING:
-            return self._removed(known)
+            return self._commands.removed(known)
         why = f"it said goodbye: {event.message.reason}".removesuffix(": ")
-        unwatched = self._unwatched(known)
+        unwatched = known.unwatch()
         known.move("goodbye", why)
         known.inn = ""
         return unwatched + self._down(known, why, True, now_ns)
@@ -540,8 +498,9 @@ class Membership:
         if known.watched:
             return []
         if known.state is REMOVING and now_ns >= known.remove_ns:
-            return self._removed(known)
+            return self._commands.removed(known)
         if not known.in_use(now_ns):
+            known.ping_ns = max(known.ping_ns, known.use_until_ns)  # no ping is owed for a use that is over
             if now_ns < known.last_heard_ns + self._config.idle_ns:
                 return []
             known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
@@ -555,13 +514,13 @@ class Membership:
         if now_ns < known.ping_ns:
             return []
         known.ping_ns = now_ns + self._config.heartbeat_ns
-        return [self._send(known, known.link, self._heartbeat(reply=True))]
+        return [known.say(known.link, self._heartbeat(reply=True))]
 
     def _lost(self, known: Known, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """Our judgement only: nothing is proven."""
         if known.state is REMOVING:
-            return self._removed(known)
-        unwatched = self._unwatched(known)
+            return self._commands.removed(known)
+        unwatched = known.unwatch()
         known.move("lost", reason)
         return unwatched + self._down(known, reason, False, now_ns)
 
@@ -575,11 +534,3 @@ class Membership:
 
     def _heartbeat(self, *, reply: bool = False) -> Heartbeat:
         return replace(self._load, reply=reply, epoch=self._hello.epoch if self._agents else 0)
-
-    def _send(self, known: Known, link: str, message: Message) -> ms.SendOn:
-        return ms.SendOn(link=link, kind=message.KIND, message=message, to=known.name, to_inc=known.incarnation)
-
-    def _answer(self, link: str, header: Header, message: Message) -> ms.SendOn:
-        return ms.SendOn(
-            link=link, kind=message.KIND, message=message, to=header.from_, to_inc=header.from_inc, cause=header.seq
-        )

@@ -39,16 +39,42 @@ class LeaseId(Declared):
 
 
 class Geometry(Declared):
-    """What two nodes must agree on before a block of one can be read into a block of the other."""
+    """The shape of a model's KV cache on a node, from which follows whether another node can read it."""
 
-    layout: str = "native"  # block outermost: [block, layer, k/v, head, slot, channel]
+    layout: str = "native"  # order of dimensions: native (block outermost), NHD, HND
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     kv_parts: int = 2  # K and V; 1 for a latent
     block_size: int = 16  # tokens
     dtype: str = "float32"
-    block_bytes: int = 0
+    block_bytes: int = 0  # of the whole model
+    tp: int = 1  # ranks that share the KV heads; more ranks than heads hold copies
+    layer_names: tuple[str, ...] = ()  # (): "0", "1", ...
+
+
+class KVLayout(Declared):
+    """One rank's KV memory. Strides, starts and sizes are in bytes, counted from the region's first one.
+
+    The row of (block, layer, part, head, token slot), `head_dim` channels side by side, begins at
+    starts[layer] + block * block_stride + part * part_stride + head * head_stride + slot * slot_stride,
+    where layer, part and head are places in `layers`, `parts` and `heads`.
+    """
+
+    dtype: str
+    head_dim: int  # channels of one head, or of the latent
+    kv_heads: int  # of the whole model, over all ranks; 1 for a latent
+    heads: tuple[int, ...]  # which of them this rank holds, rising; () for a rank that holds none
+    layers: tuple[str, ...]
+    starts: tuple[int, ...]  # where each layer begins
+    parts: tuple[str, ...]  # ("k", "v") or ("latent",)
+    block_size: int  # tokens
+    blocks: int
+    block_stride: int
+    part_stride: int
+    head_stride: int
+    slot_stride: int
+    region_bytes: int
 
 
 class Sampling(Declared):
@@ -126,6 +152,7 @@ class Agent(Message):
     base_address: int = 0  # of the KV region in the owner's mover
     region_bytes: int = 0
     blocks: int = 0
+    layout: KVLayout | None = None  # None: dense, as the geometry of hello says
 
 
 class Heartbeat(Message):
@@ -278,6 +305,7 @@ class Timeline(Declared):
     total_ns: int = 0
     read_bytes: int = 0
     mover_ns: int = 0  # time the reads took in the mover, from post to terminal status, summed
+    first_step_ns: int = 0  # lease.released to the decode node's first own token: its decode step within the handover
 
 
 class Finished(Message):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from .compatibility import describe, differences
+from .compatibility import Unreadable, describe, differences
 from .dials import UNDERWAY, Dial, Dials, DialState
-from .known import CURRENT, DEAD, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
+from .known import CURRENT, DEAD, GREETING, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
 from .members import HelloReceived, MembershipConfig, Peer, PeerState
 from .messages import Hello, Member, Refused
 from .wire import Header, replace
@@ -18,8 +18,9 @@ HANDOFF_KINDS = ("prefill.", "transfer.", "lease.")  # nothing of these before a
 class Roster:
     """Peers by name, exactly one incarnation each; incarnations that are over for good."""
 
-    def __init__(self, config: MembershipConfig) -> None:
+    def __init__(self, config: MembershipConfig, unreadable: Unreadable) -> None:
         self._config = config
+        self._unreadable = unreadable
         self._peers: dict[str, Known] = {}
         self._retired: dict[bytes, int] = {}  # incarnation -> when, oldest first
         self._turned_away: dict[str, Peer] = {}  # by name: who called and was refused
@@ -36,14 +37,20 @@ class Roster:
         return self._peers.get(name)
 
     def at(self, address: str) -> Known | None:
-        return next((p for p in self._peers.values() if address in (p.hello.address, *p.aliases)), None)
+        """Who is there; of those who were there one after the other the one that still is."""
+        found = [p for p in self._peers.values() if address in (p.hello.address, *p.aliases)]
+        return min(found, key=lambda p: p.state not in USABLE, default=None)
 
     def live_on(self, link: str) -> Known | None:
         return next((p for p in self._peers.values() if link in (p.out, p.inn) and p.state in LIVE), None)
 
     def enter(self, header: Header, hello: Hello) -> Known:
         """A new incarnation takes the name."""
+        self._retired.pop(header.from_inc, None)
+        before = self._peers.get(header.from_)
         known = self._peers[header.from_] = Known(header.from_, header.from_inc, hello)
+        if before is not None and before.hello.address == hello.address:
+            known.aliases = before.aliases
         return known
 
     def has_room(self, dials: Dials) -> bool:
@@ -90,15 +97,18 @@ class Roster:
             return "from a retired incarnation"
         return "no hello came before it" if kind.startswith(HANDOFF_KINDS) else ""
 
-    def impossible(self, header: Header, now_ns: int) -> str:
-        """Why this sender can be no peer of ours at all; '' when it can."""
+    def impossible(self, header: Header, now_ns: int, *, answers: bool = False) -> str:
+        """Why this sender can be no peer of ours at all; '' when it can. A life that came to be retired, and that
+        `answers` us now, has outlived the one that came after it, should that one be gone."""
         if header.from_inc == self._config.incarnation:
             return "this is the node itself"
         if header.from_ == self._config.name:
             return f"the name {header.from_} is taken by this node"
         if not header.from_inc or not NAME.fullmatch(header.from_):
             return "the header needs an incarnation, and a name of up to 64 letters, digits, . _ -"
-        if self.is_retired(header.from_inc, now_ns):
+        known = self._peers.get(header.from_)
+        outlived = answers and (known is None or known.state not in LIVE)
+        if self.is_retired(header.from_inc, now_ns) and not outlived:
             return f"this incarnation is retired: another node named {header.from_} came after it"
         return ""
 
@@ -110,11 +120,13 @@ class Roster:
             return Refused(reason=reason)
         if hello.geometry is None:
             return Refused(reason=f"the name {header.from_} is a node's") if known else None
-        if known is not None and known.state in (REMOVING, REMOVED):
+        if (known and known.state in (REMOVING, REMOVED)) or dials.removed(header.from_, hello.address):
             return Refused(reason="removed here by an operator, until asked to join again")
         if known is not None and known.incarnation != header.from_inc and event.link in (known.inn, known.out):
             return Refused(reason="another incarnation must come on a connection of its own")
-        if fields := differences(hello, own):
+        if known is not None and known.incarnation == header.from_inc and known.hello.geometry != hello.geometry:
+            return Refused(reason="its KV geometry is another than it said before: only a restart may change it")
+        if fields := differences(hello, own, self._unreadable):
             return Refused(reason=describe(fields), fields=fields)
         if known is None and not self.has_room(dials):
             return Refused(reason=f"this node knows {self._config.peers_max} members already")
@@ -141,6 +153,10 @@ class Roster:
         )
         return before is None or before.reason != reason
 
+    def turned_away(self, target: str) -> Peer | None:
+        """Who has called under that name, or from that address, and was refused."""
+        return next((p for p in self._turned_away.values() if target in (p.name, p.address)), None)
+
     def let_in(self, name: str) -> None:
         self._turned_away.pop(name, None)
 
@@ -150,6 +166,7 @@ class Roster:
         named = {p.name: None for p in shown}
         shown_at = {p.called_at: None for p in shown}
         shown += [_shown_dial(d) for d in dials.all() if d.name not in named and d.address not in shown_at]
+        named = {p.name: None for p in shown}
         return shown + [p for p in self._turned_away.values() if p.name not in named]
 
 
@@ -158,7 +175,7 @@ def _shown(known: Known, dial: Dial | None) -> Peer:
     if dial is None:
         return known.record()
     peer = replace(known.record(), called_at=dial.address, calling=dial.state in UNDERWAY)
-    if known.state not in (DEAD, LEFT):
+    if known.state not in (GREETING, DEAD, LEFT):
         return peer
     if dial.state is DialState.REFUSED:
         return replace(peer, state=PeerState.REFUSED, reason=dial.reason)

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from pdbus.bus.errors import Broken
 
+from .apply import Runs
+
 
 class ReadFailed(Broken):
     """The read has ended without all its bytes, and will write no more."""
@@ -16,7 +18,7 @@ class ReadDoubtful(Broken):
 
 
 class Agent(Protocol):
-    """One agent over one region cut into blocks. Peers and handles are opaque; a released handle is never asked.
+    """One agent over one region. Peers and handles are opaque; a released handle is never asked.
 
     Nothing progresses, neither our reads nor those of others from us, but in post, check and pump.
     """
@@ -35,12 +37,8 @@ class Agent(Protocol):
         """A handle that reads a few bytes into memory of no meaning. Raises ReadFailed."""
         ...
 
-    def make_read(self, peer: Any, source: bytes, target: bytes) -> Any:
-        """A handle that reads whole blocks (u32 ids) of the peer into ours; nothing is posted. Raises ReadFailed."""
-        ...
-
-    def make_read_runs(self, peer: Any, source: bytes, target: bytes, length: bytes) -> Any:
-        """The same for runs of bytes (u64 offsets into both regions, and lengths). Raises ReadFailed."""
+    def make_read(self, peer: Any, runs: Runs) -> Any:
+        """A handle that reads runs of the peer's region into ours; nothing is posted. Raises ReadFailed."""
         ...
 
     def post(self, handle: Any) -> bool:

@@ -1,9 +1,9 @@
 """A transfer plan (plan.py) applied to a request's block ids: arrays in, arrays out, no loop over blocks.
 
-pairing = pair(plan, have, read, ready, source, target)     which block goes to which, for every kind of piece
-direct_runs(rank_plan, pairing)                             from the owner's region into ours
-scratch_runs(rank_plan, pairing)                            from the owner's region into scratch, then
-permute(plan, rank_plan, pairing, scratch, region)          from scratch into our region
+pairing = pair(plan, begin, end, source, target)        which block goes to which, for every kind of piece
+direct_runs(rank_plan, pairing)                         from the owner's region into ours
+scratch_runs(rank_plan, pairing)                        from the owner's region into scratch, then
+permute(plan, rank_plan, pairing, scratch, region)      from scratch into our region
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class Pairing(NamedTuple):
     source: U64
     target: U64
 
+    @property
+    def source_blocks(self) -> int:
+        """How many source blocks there are, each counted once."""
+        return int(_fresh(self).sum())
+
 
 class Runs(NamedTuple):
     """Contiguous bytes: offsets into the source and the target, lengths. Sorted by source, neighbours merged."""
@@ -49,40 +54,38 @@ class Runs(NamedTuple):
 # ---------------------------------------------------------------- blocks
 
 
-def pair(plan: TransferPlan, have: int, read: int, ready: int, source: Sequence[int], target: Sequence[int]) -> Pairing:
-    """What is still to be read, by token position; never by count of blocks.
+def pair(plan: TransferPlan, begin: int, end: int, source: Sequence[int], target: Sequence[int]) -> Pairing:
+    """Where tokens `begin` to `end` are, by position; never by count of blocks.
 
-    `have` tokens were here before, `read` are read or asked for already, `ready` the owner has announced. `source` are
-    the owner's blocks from the one that holds token `have` on, as announced; `target` is our block table from
-    token 0. The pieces that hold the first missing and the last token move whole. Raises RemoteProtocolError when
-    `source` cannot be right, LocalProtocolError when `target` cannot.
+    `source` and `target` are the owner's blocks and ours that hold these tokens, in order. The pieces that hold the
+    first and the last token move whole. Raises RemoteProtocolError when `source` cannot be right, LocalProtocolError
+    when `target` cannot.
     """
-    first = have // plan.source_size
-    expected = max(0, blocks_for(ready, plan.source_size) - first)
-    if len(source) != expected:
+    first = begin // plan.source_size, begin // plan.target_size
+    if len(source) != (needed := max(0, blocks_for(end, plan.source_size) - first[0])):
         raise RemoteProtocolError(
-            f"{len(source)} blocks do not hold tokens {have} to {ready} in blocks of {plan.source_size}", field="blocks"
+            f"{len(source)} blocks of {plan.source_size} for tokens {begin} to {end}, which need {needed}",
+            field="blocks",
         )
-    begin = max(have, read)
+    if len(target) != (needed := max(0, blocks_for(end, plan.target_size) - first[1])):
+        raise LocalProtocolError(
+            f"{len(target)} target blocks of {plan.target_size} for tokens {begin} to {end}, which need {needed}"
+        )
     theirs = _ids(source, plan.source_blocks, "source")
     ours = _ids(target, plan.target_blocks, "target")
-    if ready <= begin:
-        return _nothing()
-    if (needed := blocks_for(ready, plan.target_size)) > len(ours):
-        raise LocalProtocolError(f"{ready} tokens need {needed} target blocks, but only {len(ours)} are reserved")
-    _check_distinct(ours[begin // plan.target_size : needed])
-    return _paired(plan, begin, ready, theirs, first, ours)
+    _check_distinct(ours)
+    return _paired(plan, begin, end, theirs, ours) if begin < end else _nothing()
 
 
-def _paired(plan: TransferPlan, begin: int, ready: int, theirs: U64, first: int, ours: U64) -> Pairing:
+def _paired(plan: TransferPlan, begin: int, end: int, theirs: U64, ours: U64) -> Pairing:
     """A plan without ranks reads nothing; all ranks have the same pieces."""
     found, starts = [_nothing()], [np.empty(0, np.intp)]
     source_step, target_step = plan.period // plan.source_size, plan.period // plan.target_size
     for number, piece in enumerate(plan.ranks[0].pieces if plan.ranks else ()):
         first_period = max(0, (begin - piece.start - piece.tokens) // plan.period + 1)
-        periods = np.arange(first_period, blocks_for(ready - piece.start, plan.period))
-        source = theirs[periods * source_step + piece.source_block - first]
-        target = ours[periods * target_step + piece.target_block]
+        periods = np.arange(first_period, blocks_for(end - piece.start, plan.period))
+        source = theirs[periods * source_step + piece.source_block - begin // plan.source_size]
+        target = ours[periods * target_step + piece.target_block - begin // plan.target_size]
         found.append(Pairing(np.full(len(periods), number, np.uint64), source, target))
         starts.append(periods * plan.period + piece.start)
     order = np.argsort(np.concatenate(starts), kind="stable")

@@ -122,10 +122,10 @@ class Fetch:
     first_token: bytes | None = None
     state: FetchState = FetchState.NEXT
     lease: LeaseId | None = None
-    source: bytes = b""  # u32 ids of P's blocks announced so far
+    source: bytes = b""  # u32 ids of P's blocks announced so far, from the one that holds token `have` on
     ready: int = 0
     finished: bool = False
-    posted: int = 0  # blocks of `source` that a read was posted for
+    posted: int = 0  # tokens up to which reads were posted, or that were here before
     reading: dict[int, None] = field(default_factory=dict)  # open reads of this attempt
     asks: int = 0
     claims: int = 0
@@ -134,16 +134,35 @@ class Fetch:
     def peer(self) -> Peer:
         return self.asked.node, self.asked.incarnation
 
-    def consistent(self, told: RenewedEntry, block_size: int) -> bool:
+    def consistent(self, told: RenewedEntry) -> bool:
         """As many blocks as `ready` says, and none that differs from what was announced before."""
         prompt_tokens = self.asked.prompt_tokens
         if not 0 <= told.ready <= prompt_tokens or (told.finished and told.ready < prompt_tokens):
             return False
-        end = len(self.asked.blocks) if told.ready == prompt_tokens else told.ready // block_size
-        if len(told.blocks) != ID_BYTES * max(0, end - self.asked.have // block_size):
+        if len(told.blocks) != ID_BYTES * self._source_place(self._announced(told.ready)):
             return False
         longer, shorter = sorted((told.blocks, self.source), key=len, reverse=True)
         return longer.startswith(shorter)
+
+    def readable(self, target_size: int) -> int:
+        """Tokens up to which the blocks announced can be read so that each of ours, of `target_size`, is written by
+        one read alone."""
+        announced = self._announced(self.ready)
+        return announced if announced == self.asked.prompt_tokens else announced - announced % target_size
+
+    def source_blocks(self, begin: int, end: int) -> bytes:
+        """u32 ids of P's blocks that hold these tokens."""
+        first = begin // self.asked.source_size - self.asked.have // self.asked.source_size
+        return self.source[ID_BYTES * first : ID_BYTES * self._source_place(end)]
+
+    def _announced(self, ready: int) -> int:
+        """Tokens in blocks that are announced: whole ones, and the partial last one at the end."""
+        return ready if ready == self.asked.prompt_tokens else ready - ready % self.asked.source_size
+
+    def _source_place(self, tokens: int) -> int:
+        """How many of P's blocks hold tokens `have` to `tokens`."""
+        size = self.asked.source_size
+        return max(0, -(-tokens // size) - self.asked.have // size)
 
 
 def snapshot_of(told: Announcement) -> RenewedEntry:
@@ -167,5 +186,7 @@ def check(event: FetchAsked, last: Fetch | None, size: int) -> None:
         raise LocalProtocolError(f"attempt {event.attempt} of {event.request.hex()} is not higher than the last")
     if event.prompt_tokens < 1 or len(event.blocks) != -(-event.prompt_tokens // size):
         raise LocalProtocolError(f"{len(event.blocks)} blocks of {size} for {event.prompt_tokens} tokens")
+    if event.source_size < 1:
+        raise LocalProtocolError(f"source blocks of {event.source_size} tokens")
     if not 0 <= event.have <= event.prompt_tokens or event.have % size:
         raise LocalProtocolError(f"have {event.have}: whole blocks of {size} tokens within the prompt")

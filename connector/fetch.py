@@ -50,7 +50,6 @@ from pdbus.bus.wire import unpack_u32
 
 from .attempt import (
     FAILURES,
-    ID_BYTES,
     OVER,
     TRANSITIONS,
     Announcement,
@@ -163,7 +162,8 @@ class Fetches:
                 "state": fetch.state.value,
                 "ready": fetch.ready,
                 "prompt_tokens": fetch.asked.prompt_tokens,
-                "blocks_posted": fetch.posted,
+                "blocks_posted": -(-fetch.posted // self._owner.block_size)
+                - fetch.asked.have // self._owner.block_size,
                 "reads": len(fetch.reading),
                 "first_token": fetch.first_token is not None,
             }
@@ -176,7 +176,8 @@ class Fetches:
         last = self._fetches.get(event.request)
         check(event, last, self._owner.block_size)
         try_ = TryId(node=self.name, incarnation=self.incarnation, request=event.request, attempt=event.attempt)
-        fetch = Fetch(asked=event, try_=try_, epoch=event.epoch, first_token=last.first_token if last else None)
+        first = last.first_token if last else None
+        fetch = Fetch(asked=event, try_=try_, epoch=event.epoch, first_token=first, posted=event.have)
         fetch.state = TRANSITIONS[fetch.state, Step.ASKED]
         self._fetches[event.request] = fetch
         self._by_peer.setdefault(fetch.peer, {})[event.request] = None
@@ -331,7 +332,7 @@ class Fetches:
             self._clocks.clear((Clock.ANSWER, fetch.asked.request))
         if lease.epoch < fetch.epoch:
             return self._fail(fetch, Why.EPOCH_ENDED, now_ns)
-        if not fetch.consistent(told, self._owner.block_size):
+        if not fetch.consistent(told):
             return self._fail(fetch, Why.PROTOCOL, now_ns)
         effects = self._learn(fetch, told, prefill_ns)
         return effects + self._post(fetch, now_ns) + self._claim_if_complete(fetch, now_ns)
@@ -350,18 +351,18 @@ class Fetches:
         return effects
 
     def _post(self, fetch: Fetch, now_ns: int) -> list[FetchEffect]:
-        source = tuple(unpack_u32(fetch.source[ID_BYTES * fetch.posted :]))
-        if not source:
+        """One read for all that has become readable; each of our blocks is written by one read alone."""
+        size, asked, lease = self._owner.block_size, fetch.asked, fetch.lease
+        begin, end = fetch.posted, fetch.readable(size)
+        if end <= begin:
             return []
         if self.peer_blocked(*fetch.peer):
             return self._fail(fetch, Why.PEER_BLOCKED, now_ns)
-        asked, lease = fetch.asked, fetch.lease
         assert lease is not None
-        first = asked.have // self._owner.block_size + fetch.posted
-        target = asked.blocks[first : first + len(source)]
+        target = asked.blocks[begin // size : -(-end // size)]
         read = self.transfers.post(asked.request, fetch.peer, target, asked.bytes_per_s, now_ns)
         fetch.reading[read] = None
-        fetch.posted += len(source)
+        fetch.posted = end
         return [
             PostRead(
                 read=read,
@@ -369,7 +370,9 @@ class Fetches:
                 node=asked.node,
                 incarnation=asked.incarnation,
                 epoch=lease.epoch,
-                source=source,
+                begin=begin,
+                end=end,
+                source=tuple(unpack_u32(fetch.source_blocks(begin, end))),
                 target=target,
             )
         ]

@@ -224,7 +224,8 @@ class FetchEvent(Declared, tag_field="t", tag=True):
 class FetchAsked(FetchEvent):
     """Fetch a prompt's KV from this prefill node into these blocks (the whole prompt's, by position).
 
-    The first `have` tokens are in place already, a multiple of the block size. `deadline_ns` is absolute.
+    The first `have` tokens are in place already, a multiple of the block size. `source_size` is that of the prefill
+    node's blocks, in tokens. `deadline_ns` is absolute.
     """
 
     request: bytes
@@ -233,6 +234,7 @@ class FetchAsked(FetchEvent):
     incarnation: bytes
     epoch: int
     link: str
+    source_size: int
     prompt_tokens: int
     have: int
     prompt_digest: bytes
@@ -333,13 +335,16 @@ class Say(FetchEffect):
 
 
 class PostRead(FetchEffect):
-    """Read whole blocks. The blocks are held IN_FLIGHT until the read's terminal status."""
+    """Read tokens `begin` to `end`: `source` are the prefill node's blocks that hold them, `target` ours. These are
+    held IN_FLIGHT until the read's terminal status."""
 
     read: int
     request: bytes
     node: str
     incarnation: bytes
     epoch: int
+    begin: int
+    end: int
     source: tuple[int, ...]
     target: tuple[int, ...]
 

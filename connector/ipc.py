@@ -6,7 +6,7 @@ sequence's token ids (prompt, then what was sampled or forced) and its block tab
 
 from __future__ import annotations
 
-from pdbus.bus.messages import Geometry, Sampling, TokenLogprob
+from pdbus.bus.messages import Agent, Geometry, KVLayout, Sampling, TokenLogprob
 from pdbus.bus.wire import Declared
 
 # ---------------------------------------------------------------- control to worker
@@ -114,17 +114,11 @@ class ToMover(Declared, tag_field="t", tag=True):
 
 
 class PeerAdd(ToMover):
-    """A peer's agent, after its `agent` message. `peer` names node, incarnation and epoch, and is never reused.
-
-    `block_bytes` 0: its blocks are unlike ours, and only runs are read from it (ReadRuns).
-    """
+    """A peer's agents, one for each of its ranks. `peer` names node, incarnation and epoch, and is never reused."""
 
     peer: str
-    agent_name: str
-    metadata: bytes
-    base_address: int
-    region_bytes: int
-    block_bytes: int
+    geometry: Geometry
+    agents: tuple[Agent, ...]
 
 
 class PeerRemove(ToMover):
@@ -134,25 +128,15 @@ class PeerRemove(ToMover):
 
 
 class Read(ToMover):
-    """Read whole blocks `source[i]` of the peer into local blocks `target[i]`. Answered once by ReadEnded."""
+    """Read tokens `begin` to `end`: `source` and `target` are the peer's blocks and ours that hold them, in order.
+    Answered once by ReadEnded."""
 
     read: int
     peer: str
+    begin: int
+    end: int
     source: bytes  # u32
     target: bytes  # u32
-
-
-class ReadRuns(ToMover):
-    """Read `length[i]` bytes at `source[i]` of the peer's region to `target[i]` of ours. Answered once by ReadEnded.
-
-    Offsets count from the regions' first bytes; scratch is a part of our own region where no block lies.
-    """
-
-    read: int
-    peer: str
-    source: bytes  # u64, as are the other two
-    target: bytes
-    length: bytes
 
 
 class Advertise(ToMover):
@@ -219,7 +203,10 @@ class MoverAlive(FromMover):
 
 
 class MoverFailed(FromMover):
+    """The mover cannot go on; it exits after this. `setting` is the option at fault, if one is."""
+
     problem: str
+    setting: str = ""
 
 
 # ---------------------------------------------------------------- start-up
@@ -235,6 +222,8 @@ class WorkerArgs(Declared):
     geometry: Geometry
     engine: str  # torch, coded
     model: str  # folder or file
+    rank: int = 0  # of geometry.tp
+    group: str = ""  # a file that does not exist yet, where the ranks' workers meet
     threads: int = 1
     cpus: tuple[int, ...] = ()
     device: str = "cpu"
@@ -252,7 +241,8 @@ class WorkerArgs(Declared):
 class MoverArgs(Declared):
     endpoint: str
     slab_path: str
-    slab_bytes: int
-    block_bytes: int
+    slab_bytes: int  # the layout's region, and scratch behind it
+    layout: KVLayout
+    rank: int
     agent_name: str  # node, rank, incarnation, epoch: never used twice
     cpus: tuple[int, ...] = ()

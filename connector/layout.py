@@ -1,12 +1,8 @@
 """Where every byte of a rank's KV memory lies: (block, layer by name, K or V or latent, head, token slot, channel).
 
-A `KVLayout` places one row, the channels of one head of one token, at
-
-    starts[layer] + block * block_stride + part * part_stride + head * head_stride + slot * slot_stride
-
-where layer and head are places in `layers` and `heads`; the channels of a row lie side by side. Whatever differs
-between two ranks (tensor parallelism, NHD or HND, block sizes, pipeline stages) is a difference of two such layouts,
-and plan.py brings one to the other.
+A `KVLayout` (bus/messages.py) places rows, the channels of one head of one token. Whatever differs between two ranks
+(tensor parallelism, NHD or HND, block sizes, pipeline stages) is a difference of two such layouts, and plan.py brings
+one to the other.
 
 The native layout is [block, layer, k/v, head, slot, channel]: the block outermost, so that everything one block
 holds of all layers is one run.
@@ -17,15 +13,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.messages import Geometry
-from pdbus.bus.wire import Declared
+from pdbus.bus.messages import Geometry, KVLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 ORDERS: dict[str, tuple[str, ...]] = {  # outermost first; channels are always innermost
     "native": ("block", "layer", "part", "head", "slot"),
-    "nhd": ("layer", "part", "block", "slot", "head"),
-    "hnd": ("layer", "part", "block", "head", "slot"),
+    "NHD": ("layer", "part", "block", "slot", "head"),
+    "HND": ("layer", "part", "block", "head", "slot"),
 }
 PARTS: dict[int, tuple[str, ...]] = {1: ("latent",), 2: ("k", "v")}
 
@@ -34,43 +29,20 @@ HEADS_MAX = 4_096
 REGION_BYTES_MAX = 1 << 62  # sums of offsets stay inside 64 bits
 
 
-class Strides(Declared):
-    """Bytes from one layer, K/V part, head or token slot of a native block to the next; channels are `item` apart."""
-
-    layer: int
-    part: int
-    head: int
-    slot: int
-    item: int
+def row_bytes(of: Geometry | KVLayout) -> int:
+    """The channels of one head of one token."""
+    return of.head_dim * DTYPE_BYTES[of.dtype]
 
 
-class KVLayout(Declared):
-    """One rank's KV memory. Strides, starts and sizes are in bytes, from the region's first one."""
+def rank_bytes_per_token(layout: KVLayout) -> int:
+    """All that a rank holds of one token."""
+    return len(layout.layers) * len(layout.parts) * len(layout.heads) * row_bytes(layout)
 
-    dtype: str
-    head_dim: int  # channels of one head, or of the latent
-    kv_heads: int  # of the whole model, over all ranks; 1 for a latent
-    heads: tuple[int, ...]  # which of them this rank holds, rising; () for a rank that holds none
-    layers: tuple[str, ...]
-    starts: tuple[int, ...]  # where each layer begins
-    parts: tuple[str, ...]  # ("k", "v") or ("latent",)
-    block_size: int  # tokens
-    blocks: int
-    block_stride: int
-    part_stride: int
-    head_stride: int
-    slot_stride: int
-    region_bytes: int
 
-    @property
-    def row_bytes(self) -> int:
-        """The channels of one head of one token."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
-
-    def offset(self, block: int, layer: int = 0, part: int = 0, head: int = 0, slot: int = 0) -> int:
-        """Where a row begins; layer, part and head are places in this layout."""
-        inner = part * self.part_stride + head * self.head_stride + slot * self.slot_stride
-        return self.starts[layer] + block * self.block_stride + inner
+def offset(layout: KVLayout, block: int, layer: int = 0, part: int = 0, head: int = 0, slot: int = 0) -> int:
+    """Where a row begins; layer, part and head are places in the layout."""
+    inner = part * layout.part_stride + head * layout.head_stride + slot * layout.slot_stride
+    return layout.starts[layer] + block * layout.block_stride + inner
 
 
 # ---------------------------------------------------------------- making layouts
@@ -93,21 +65,6 @@ def geometry_for(layers: int, kv_heads: int, head_dim: int, block_size: int, dty
     )  # fmt: skip
 
 
-def strides(geometry: Geometry) -> Strides:
-    """The native layout's strides, in bytes."""
-    item = DTYPE_BYTES[geometry.dtype]
-    slot = geometry.head_dim * item
-    head = geometry.block_size * slot
-    part = geometry.kv_heads * head
-    return Strides(layer=geometry.kv_parts * part, part=part, head=head, slot=slot, item=item)
-
-
-def offset(geometry: Geometry, block: int, layer: int = 0, part: int = 0, head: int = 0, slot: int = 0) -> int:
-    """Where one token slot's channels begin, in bytes from the start of the region."""
-    s = strides(geometry)
-    return block * geometry.block_bytes + layer * s.layer + part * s.part + head * s.head + slot * s.slot
-
-
 def heads_of(kv_heads: int, ranks: int, rank: int) -> tuple[int, ...]:
     """The heads that a rank holds: an equal share, or one head that several ranks hold alike. Raises ConfigError."""
     if kv_heads % ranks == 0:
@@ -118,32 +75,37 @@ def heads_of(kv_heads: int, ranks: int, rank: int) -> tuple[int, ...]:
     raise ConfigError("--tp", f"{ranks} ranks cannot share {kv_heads} KV heads; neither number divides the other")
 
 
-def layout_of(geometry: Geometry, blocks: int, ranks: int = 1, rank: int = 0, layers: tuple[str, ...] = ()) -> KVLayout:
-    """The dense layout of one rank, in the order that `geometry.layout` names (ORDERS).
+def layout_of(geometry: Geometry, blocks: int, rank: int = 0) -> KVLayout:
+    """The dense layout of one of the `geometry.tp` ranks, in the order that `geometry.layout` names (ORDERS).
 
-    `geometry` is the whole model's; `layers` names its layers, "0", "1" ... when not given. Raises ConfigError.
+    Raises ConfigError for what cannot be.
     """
     if geometry.layout not in ORDERS:
-        raise ConfigError("layout", f"{geometry.layout!r} is none of {', '.join(ORDERS)}")
+        raise ConfigError("--kv-layout", f"{geometry.layout!r} is none of {', '.join(ORDERS)}")
     if geometry.kv_parts not in PARTS:
-        raise ConfigError("kv_parts", f"{geometry.kv_parts}, but a cache has K and V (2) or a latent (1)")
-    heads = heads_of(geometry.kv_heads, ranks, rank)
+        raise ConfigError("--model", f"kv_parts is {geometry.kv_parts}, but a cache has K and V (2) or a latent (1)")
+    heads = heads_of(geometry.kv_heads, geometry.tp, rank)
     counts = {
         "block": blocks, "layer": geometry.layers, "part": geometry.kv_parts,
         "head": len(heads), "slot": geometry.block_size,
     }  # fmt: skip
-    size, stride = geometry.head_dim * DTYPE_BYTES[geometry.dtype], {}
+    size, stride = row_bytes(geometry), {}
     for name in reversed(ORDERS[geometry.layout]):
         stride[name] = size
         size *= counts[name]
     return KVLayout(
         dtype=geometry.dtype, head_dim=geometry.head_dim, kv_heads=geometry.kv_heads, heads=heads,
-        layers=layers or tuple(str(i) for i in range(geometry.layers)),
+        layers=geometry.layer_names or tuple(str(i) for i in range(geometry.layers)),
         starts=tuple(i * stride["layer"] for i in range(geometry.layers)),
         parts=PARTS[geometry.kv_parts], block_size=geometry.block_size, blocks=blocks,
         block_stride=stride["block"], part_stride=stride["part"],
         head_stride=stride["head"], slot_stride=stride["slot"], region_bytes=size,
     )  # fmt: skip
+
+
+def rank_block_bytes(geometry: Geometry) -> int:
+    """What one block takes on one rank; the same on all."""
+    return layout_of(geometry, 1).region_bytes
 
 
 # ---------------------------------------------------------------- checking layouts
@@ -204,7 +166,7 @@ def _bad_places(layout: KVLayout) -> Fault | None:
         _even("slot_stride", layout.block_size, layout.slot_stride),
     ]
     dimensions = [dimension for dimension in dimensions if dimension[1] > 1]
-    extent = layout.row_bytes
+    extent = row_bytes(layout)
     for name, _, step, span in sorted(dimensions, key=lambda dimension: dimension[2]):
         if step < extent:
             return name, f"{step} bytes apart overlap: each holds {extent} bytes"

@@ -7,10 +7,10 @@ everyone lost interest; a dead agent's reads fail at the next check; a read can 
 
 from __future__ import annotations
 
-from pdbus.bus import wire
 from pdbus.bus.errors import Broken
 
 from .agent import ReadDoubtful, ReadFailed
+from .apply import Runs
 
 MAGIC = b"loopback:"
 
@@ -57,9 +57,9 @@ class Fabric:
 
 
 class LoopbackAgent:
-    """An agent (agent.py) over `memory`, cut into blocks of `block_bytes`."""
+    """An agent (agent.py) over `memory`."""
 
-    def __init__(self, fabric: Fabric, name: str, memory: memoryview, block_bytes: int) -> None:
+    def __init__(self, fabric: Fabric, name: str, memory: memoryview) -> None:
         if name in fabric.agents:
             raise Broken(f"agent name {name} was used before")
         self.name = name
@@ -67,7 +67,6 @@ class LoopbackAgent:
         self.alive = True
         self._fabric = fabric
         self._memory = memory
-        self._block_bytes = block_bytes
         self._scratch = memoryview(bytearray(1))
         fabric.agents[name] = self
 
@@ -84,18 +83,11 @@ class LoopbackAgent:
     def make_warm_up(self, peer: LoopbackAgent) -> LoopbackRead:
         return LoopbackRead(self, peer, [(peer._memory[:1], self._scratch)])
 
-    def make_read(self, peer: LoopbackAgent, source: bytes, target: bytes) -> LoopbackRead:
-        pairs = zip(wire.unpack_u32(source), wire.unpack_u32(target), strict=True)
-        return LoopbackRead(self, peer, [(peer._block(there), self._block(here)) for there, here in pairs])
-
-    def make_read_runs(self, peer: LoopbackAgent, source: bytes, target: bytes, length: bytes) -> LoopbackRead:
-        runs = zip(*(memoryview(packed).cast("Q") for packed in (source, target, length)), strict=True)
+    def make_read(self, peer: LoopbackAgent, runs: Runs) -> LoopbackRead:
+        each = zip(*(column.tolist() for column in runs), strict=True)
         return LoopbackRead(
-            self, peer, [(peer._memory[at : at + size], self._memory[to : to + size]) for at, to, size in runs]
+            self, peer, [(peer._memory[at : at + size], self._memory[to : to + size]) for at, to, size in each]
         )
-
-    def _block(self, block: int) -> memoryview:
-        return self._memory[block * self._block_bytes : (block + 1) * self._block_bytes]
 
     def post(self, handle: LoopbackRead) -> bool:
         self._check_owner(handle)

@@ -1,4 +1,4 @@
-"""The one wrapper around NIXL: an agent over one region of host memory cut into blocks.
+"""The one wrapper around NIXL: an agent over one region of host memory.
 
 What it hides: the flavour's import (never `import nixl`, which pulls in torch to choose one), descriptor lists,
 and exceptions: the only terminal one is RemoteDisconnect (or a read that could not even be prepared), any other
@@ -7,19 +7,23 @@ proves nothing. The methods and errors are those of agent.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pdbus.bus.errors import Broken
+from pdbus.bus.errors import Broken, ConfigError, PdError
 
 from .agent import ReadDoubtful, ReadFailed
+from .apply import Runs
 
 FLAVOURS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # as nixl itself prefers them; all are alike for host memory
 WARM_UP_BYTES = 64
@@ -32,37 +36,44 @@ _HINTS = (
 
 
 class RemotePeer:
-    """A peer's agent as loaded here: its name, and its region as a prepared list of blocks."""
+    """A peer's agent as loaded here: its name, and where its region begins."""
 
-    def __init__(self, name: str, base_address: int, descriptors: Any) -> None:
+    def __init__(self, name: str, base_address: int) -> None:
         self.name = name
         self.base_address = base_address
-        self.descriptors = descriptors
 
 
 class NixlAgent:
     """One NIXL agent over `size_bytes` at `address`, for one thread. Nobody must ever have used `name` before."""
 
-    def __init__(self, name: str, address: int, size_bytes: int, block_bytes: int) -> None:
+    def __init__(self, name: str, address: int, size_bytes: int) -> None:
+        """Raises Broken when NIXL cannot, ConfigError naming --kv-memory when it cannot register so much."""
         api = load_flavour()
         self._bindings = importlib.import_module(f"{api.__package__}._bindings")
-        self._block_bytes = block_bytes
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # where warm-up reads land
         self._scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
+        self._address = address
+        self._regions: list[Any] = []
         with translated(f"cannot create the NIXL agent {name}"):
             self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-            self._regions = self._agent.register_memory(
-                [(address, size_bytes, 0, ""), (self._scratch_address, mmap.PAGESIZE, 0, "")], "DRAM"
-            )
-            self._address = address
-            self._local = self._prepare("NIXL_INIT_AGENT", address, size_bytes)
-            self.metadata: bytes = self._agent.get_agent_metadata()
+        try:
+            self._register(self._scratch_address, mmap.PAGESIZE)
+            self._register(address, size_bytes)
+            with translated(f"cannot describe the NIXL agent {name}"):
+                self.metadata: bytes = self._agent.get_agent_metadata()
+        except PdError:
+            with contextlib.suppress(Broken):
+                self.close()
+            raise
 
-    def _prepare(self, owner: str, address: int, size_bytes: int) -> Any:
-        """A region as one row, [address, length, device, stride, count]: 100,000 blocks cost no more than one."""
-        block = min(self._block_bytes, size_bytes)
-        rows = np.array([[address, block, 0, block, size_bytes // block]], np.uint64)
-        return self._agent.prep_xfer_dlist(owner, rows, "DRAM")
+    def _register(self, address: int, size_bytes: int) -> None:
+        try:
+            self._regions.append(self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM"))
+        except Exception as e:
+            raise ConfigError(
+                "--kv-memory",
+                f"NIXL cannot register {size_bytes} bytes of memory ({_text(e)}); {_locked_limit()}",
+            ) from None
 
     def add_peer(self, name: str, metadata: bytes, base_address: int, region_bytes: int) -> RemotePeer:
         """Load a peer. Raises Broken when the metadata cannot be used or is another agent's than `name`."""
@@ -72,12 +83,12 @@ class NixlAgent:
         if loaded != name:
             raise Broken(f"the metadata is of agent {loaded}, not of {name}")
         with translated(f"the region of agent {name} is not what its metadata says"):
-            return RemotePeer(name, base_address, self._prepare(name, base_address, region_bytes))
+            self._agent.prep_xfer_dlist(name, np.array([[base_address, region_bytes, 0]], np.uint64), "DRAM").release()
+        return RemotePeer(name, base_address)
 
     def remove_peer(self, peer: RemotePeer) -> None:
         """Forget a peer to which no handle is left. (With one left, its status would be lost.)"""
         with translated(f"cannot remove agent {peer.name}"):
-            peer.descriptors.release()
             self._agent.remove_remote_agent(peer.name)
 
     def make_warm_up(self, peer: RemotePeer) -> Any:
@@ -87,19 +98,11 @@ class NixlAgent:
             there = self._agent.get_xfer_descs([(peer.base_address, WARM_UP_BYTES, 0)], "DRAM")
             return self._agent.initialize_xfer("READ", here, there, peer.name)
 
-    def make_read(self, peer: RemotePeer, source: bytes, target: bytes) -> Any:
-        """A handle for reading whole blocks (u32 ids), not yet posted. Neighbours in both lists become one descriptor.
-
-        Raises ReadFailed: there is no handle.
-        """
-        with translated(f"cannot prepare a read from agent {peer.name}", ReadFailed):
-            return self._agent.make_prepped_xfer("READ", self._local, _ids(target), peer.descriptors, _ids(source))
-
-    def make_read_runs(self, peer: RemotePeer, source: bytes, target: bytes, length: bytes) -> Any:
+    def make_read(self, peer: RemotePeer, runs: Runs) -> Any:
         """A handle for reading runs of bytes, not yet posted. Raises ReadFailed: there is no handle."""
         with translated(f"cannot prepare a read from agent {peer.name}", ReadFailed):
-            here = self._agent.get_xfer_descs(_rows(self._address, target, length), "DRAM")
-            there = self._agent.get_xfer_descs(_rows(peer.base_address, source, length), "DRAM")
+            here = self._agent.get_xfer_descs(_rows(self._address, runs.target, runs.length), "DRAM")
+            there = self._agent.get_xfer_descs(_rows(peer.base_address, runs.source, runs.length), "DRAM")
             return self._agent.initialize_xfer("READ", here, there, peer.name)
 
     def post(self, handle: Any) -> bool:
@@ -124,9 +127,9 @@ class NixlAgent:
 
     def close(self) -> None:
         """End the agent. With every handle released, nothing is written or read afterwards."""
-        self._local.release()
         with translated("cannot deregister memory"):
-            self._agent.deregister_memory(self._regions)
+            while self._regions:
+                self._agent.deregister_memory(self._regions.pop())
         del self._agent
 
     @contextmanager
@@ -162,17 +165,20 @@ def translated(what: str, error: type[Broken] = Broken) -> Iterator[None]:
         raise error(f"{what}: {text}{hint}") from None
 
 
+def _locked_limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "locked memory is not limited (`ulimit -l`): give less memory"
+    return f"the limit on locked memory is {limit} bytes (`ulimit -l`): raise it, or give less memory"
+
+
 def _text(e: Exception) -> str:
     return " ".join(str(e).split()) or type(e).__name__
 
 
-def _ids(packed: bytes) -> Any:
-    return np.frombuffer(packed, "<u4").astype(np.int32)
-
-
-def _rows(address: int, offsets: bytes, lengths: bytes) -> Any:
+def _rows(address: int, offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> Any:
     """Descriptors, one a row: [address, length, device]."""
-    rows = np.zeros((len(offsets) // 8, 3), np.uint64)
-    rows[:, 0] = np.frombuffer(offsets, "<u8") + np.uint64(address)
-    rows[:, 1] = np.frombuffer(lengths, "<u8")
+    rows = np.zeros((len(offsets), 3), np.uint64)
+    rows[:, 0] = offsets + np.uint64(address)
+    rows[:, 1] = lengths
     return rows

@@ -251,8 +251,8 @@ class Offers:
             return "draining"
         if message.prompt_tokens < 1:
             return f"invalid: prompt_tokens {message.prompt_tokens}: at least 1"
-        if not 0 <= message.have <= message.prompt_tokens or message.have % self._owner.block_size:
-            return f"invalid: have {message.have}: whole blocks of {self._owner.block_size} tokens within the prompt"
+        if not 0 <= message.have <= message.prompt_tokens:
+            return f"invalid: have {message.have}: must be within the prompt"
         if message.deadline_ms < 1:
             return f"invalid: deadline_ms {message.deadline_ms}: at least 1"
         return ""
@@ -476,7 +476,8 @@ class Offers:
         return self._offers.get(try_) if _is_from(event, try_) else None
 
     def _announced(self, offer: Offer) -> bytes:
-        """u32 ids of the blocks that hold tokens have..ready, whole ones, the partial last one only at the end."""
+        """u32 ids of the blocks that hold tokens have..ready, whole ones, the partial last one only at the end. The
+        reader's blocks may be of another size: the first may hold tokens before `have`."""
         size = self._owner.block_size
         end = len(offer.blocks) if offer.ready == offer.prompt_tokens else offer.ready // size
         return pack_u32(offer.blocks[offer.have // size : end])

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pdbus.bus.errors import LocalProtocolError, RemoteProtocolError
+from pdbus.bus.messages import KVLayout
 from pdbus.bus.wire import Declared
 
-from .layout import KVLayout, fault
+from .layout import fault, row_bytes
 
 RUN_BYTES_MIN = 16_384  # a descriptor costs 7 to 12 us to post; in that time as much is copied out of scratch
 PIECES_MAX = (
@@ -358,7 +359,7 @@ def _through_scratch(source: KVLayout, grid: Grid, at: int, gap_max: int) -> tup
     """
     slots = Axis(count=source.block_size, source=source.slot_stride, target=0)
     axes = (slots, *grid.axes)
-    span, packed = source.row_bytes, [0] * len(axes)
+    span, packed = row_bytes(source), [0] * len(axes)
     far: list[Axis] = []
     for number, axis in sorted(enumerate(axes), key=lambda item: item[1].source):
         if axis.count == 1:
@@ -380,6 +381,6 @@ def _permute(source: KVLayout, target: KVLayout, packed: Packed, cut: Cut) -> Bo
     return _folded(
         packed.source + from_slot * packed.slot_stride,
         packed.target + to_slot * target.slot_stride,
-        source.row_bytes,
+        row_bytes(source),
         (slots, *packed.axes),
     )

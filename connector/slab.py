@@ -65,14 +65,14 @@ class Slab:
             raise Broken(f"the KV slab at {path} has {there} bytes, not {size_bytes}")
         return cls(fd, path, size_bytes)
 
-    def populate(self) -> None:
-        """Fault every page in now rather than in the first read of each block, as huge ones where there are any.
+    def populate(self, size_bytes: int) -> None:
+        """Fault so many bytes in now rather than in the first read of each block, as huge pages where there are any.
         Older kernels skip it."""
-        for at in range(0, self.size_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+        for at in range(0, size_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
             self.memory[at]
             if _libc.madvise(self.address + at, HUGE_PAGE_BYTES, MADV_COLLAPSE):
                 break  # no huge page is left, or none is wanted here
-        _libc.madvise(self.address, page_rounded(self.size_bytes), MADV_POPULATE_WRITE)
+        _libc.madvise(self.address, page_rounded(size_bytes), MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap, unless tensors or arrays still look into it: then the mapping ends with the last of them."""

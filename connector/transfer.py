@@ -135,6 +135,10 @@ class Transfers:
         """R9: no new reads from a peer while one of its reads is late."""
         return (node, incarnation) in self._late
 
+    def late_blocks(self) -> int:
+        """How many blocks wait for reads whose deadline has passed, and which may never end."""
+        return sum(len(self._open[read].target) for reads in self._late.values() for read in reads)
+
     def rows(self) -> list[dict[str, Any]]:
         """Every read that may still write, for status and ledger."""
         return [

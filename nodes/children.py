@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import zmq
-
 from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.ports import is_wildcard, parse_address
 from pdbus.bus.wire import Declared, replace
@@ -44,17 +42,17 @@ class Managed(Generic[Received]):
         stop: Declared,
         *,
         directory: Path,
-        context: zmq.Context[zmq.Socket[bytes]],
         on_message: Callable[[Received], None],
         on_exit: Callable[[Exit], None],
         threads: int = 1,
+        rank: int = 0,
     ) -> None:
         self._module = module
+        self._name = f"{module.rpartition('.')[2]}-{rank}"
         self._args = args
         self._receives = receives
         self._stop = stop
         self._directory = directory
-        self._context = context
         self._on_message = on_message
         self._on_exit = on_exit
         self._threads = threads
@@ -71,9 +69,9 @@ class Managed(Generic[Received]):
     async def start(self, **changes: str) -> None:
         """Spawn it, with some of its arguments changed, on a fresh endpoint: no life hears what the last was told."""
         self._lives += 1
-        endpoint = endpoint_in(self._directory, f"{self._module.rpartition('.')[2]}-{self._lives}")
+        endpoint = endpoint_in(self._directory, f"{self._name}-{self._lives}")
         self._heard = self._stopping = False
-        self._channel = ControlChannel(self._context, endpoint, self._receives, self._hear)
+        self._channel = ControlChannel(endpoint, self._receives, self._hear)
         args = replace(self._args, endpoint=endpoint, **changes)
         self._child = await spawn(self._module, args, threads=self._threads, on_exit=self._reaped)
 

@@ -128,6 +128,14 @@ def drain(address: Address) -> None:
 
 
 @app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Look at this machine: libraries, limits, transports, and one real read. Exit status 1: a node cannot work."""
+    from .doctor.examine import examine
+
+    raise typer.Exit(examine(as_json=as_json))
+
+
+@app.command()
 def demo() -> None:
     """Prefill here, decode there, and compare with one node doing both."""
     from .demo import run_demo

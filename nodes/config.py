@@ -52,6 +52,7 @@ class NodeConfig(Declared):
     http_port_asked: bool
 
     device: str
+    tp: int  # ranks
     dtype: str
     weights: str  # auto, float32, fp16
     threads: int
@@ -60,6 +61,7 @@ class NodeConfig(Declared):
     skip_sampling: bool
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
+    kv_layout: str  # native, NHD, HND
     block_size: int  # tokens
     kv_blocks: int  # 0: as many as kv_memory_bytes hold
     kv_memory_bytes: int
@@ -205,6 +207,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model_id", "Model", "ID", str, "", "Names the weights instead of their fingerprint."),
     Setting("device", "Model", "DEVICE", values.text(r"cpu|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N or xpu:N"),
             "cpu", "cpu, cuda, xpu, or one of several: cuda:1."),
+    Setting("tp", "Model", "N", values.whole(1, 128), 1,
+            "Ranks of tensor parallelism: a worker and a mover for each."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
             lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
@@ -217,6 +221,8 @@ SETTINGS: tuple[Setting, ...] = (
             "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
     Setting("skip_sampling", "Model", "", values.switch, False,
             "Prefill without sampler and output head; the decode node recomputes the last position."),
+    Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
+            "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
     Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
             "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
     Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
@@ -228,8 +234,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("prefill_chunk", "Scheduling", "TOKENS", values.whole(1, 1 << 20),
             lambda c, host: min(256, c["max_batch_tokens"]), "Most tokens of one prompt in one step.", "256"),
     Setting("cpus", "Scheduling", "LIST", values.cores, (), "Cores to use: 0,2-3.", "all"),
-    Setting("threads", "Scheduling", "N", values.whole(1, 1024), lambda c, host: len(c["cpus"] or host.cpus),
-            "Threads of the worker.", "one a core"),
+    Setting("threads", "Scheduling", "N", values.whole(1, 1024),
+            lambda c, host: max(1, len(c["cpus"] or host.cpus) // c["tp"]), "Threads of a worker.",
+            "one a core, shared by the ranks"),
     Setting("lease", "Hand-off", "TIME", values.duration(10**8, 3600 * 10**9), _LEASE_NS,
             "How long a prefill node keeps blocks that nobody renews.", "30s", "lease_ns"),
     Setting("renew", "Hand-off", "TIME", values.duration(10**7, 600 * 10**9),

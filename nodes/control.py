@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +22,32 @@ import zmq
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import Broken, ConfigError
-from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, FirstToken, Hello, Message, PrefillRequest, TryId
+from pdbus.bus.messages import FirstToken, Hello, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.handoff import HandoffConfig
+from pdbus.connector.joins import MoversReady
+from pdbus.connector.layout import rank_block_bytes
 from pdbus.connector.process import Exit, keep_what_is_loaded
+from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
-from pdbus.connector.slab import Slab
+from pdbus.connector.slab import Slab, check_available
 
 from . import events as ev
 from . import report
 from .binding import bind_bus
 from .checks import check_first_tokens, checked_prompt
-from .children import HttpServer, Managed
+from .children import HttpServer
 from .config import NodeConfig
 from .core import CoreConfig, NodeCore
 from .intake import Intake
+from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
 from .scheduler import Limits
-from .setup import Setup, set_up, worker_args
+from .setup import Setup, set_up
 from .tokenizer import load_tokenizer
 
 STARTS_MAX = 3  # of a child in a row without becoming ready; then the node ends
@@ -64,23 +67,25 @@ def run_node(config: NodeConfig) -> int:
 
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
-    slab = Slab.create(setup.blocks * setup.geometry.block_bytes)
+    check_available(setup.geometry.tp * setup.slab_bytes)
+    slabs = [Slab.create(setup.slab_bytes) for _ in range(setup.geometry.tp)]
     directory = RunDirectory(config.run_dir)
     try:
-        control = Control(config, setup, slab, directory.path)
+        control = Control(config, setup, slabs, directory.path)
         try:
             return await control.run()
         finally:
             await control.close()
     finally:
         directory.close()
-        slab.close()
+        for slab in slabs:
+            slab.close()
 
 
 class Control:
     """One node's process. `run` returns when the node has drained, or raises what ended it."""
 
-    def __init__(self, config: NodeConfig, setup: Setup, slab: Slab, directory: Path) -> None:
+    def __init__(self, config: NodeConfig, setup: Setup, slabs: Sequence[Slab], directory: Path) -> None:
         self.config = config
         self.setup = setup
         self.incarnation = secrets.token_bytes(16)
@@ -103,7 +108,7 @@ class Control:
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._http = HttpServer(config, self.address) if config.http_port else None
         core_config, membership_config = self._core_config(), self._membership_config()
-        self.core = NodeCore(core_config, Membership(membership_config))
+        self.core = NodeCore(core_config, Membership(membership_config, unreadable))
         self._recorder = (
             NodeRecorder(
                 Path(config.record),
@@ -117,33 +122,10 @@ class Control:
         )
         self.publisher.provide("kv", lambda: {"hashes": [h.hex() for h in self.core.pool.shareable()]})
         self.intake = Intake(self, load_tokenizer(config.engine, setup.folder, config.coded_vocab))
-        self.worker: Managed[ipc.FromWorker] = Managed(
-            "pdbus.nodes.worker",
-            worker_args(config, setup, slab.path, slab.size_bytes),
-            ipc.FromWorker,
-            ipc.StopWorker(),
-            directory=directory,
-            context=self._context,
-            on_message=self._on_worker,
-            on_exit=self._on_worker_exit,
-            threads=config.threads,
-        )
-        self.mover: Managed[ipc.FromMover] = Managed(
-            "pdbus.connector.mover",
-            ipc.MoverArgs(
-                endpoint="",
-                slab_path=slab.path,
-                slab_bytes=slab.size_bytes,
-                block_bytes=setup.geometry.block_bytes,
-                agent_name="",
-            ),
-            ipc.FromMover,
-            ipc.StopMover(),
-            directory=directory,
-            context=self._context,
-            on_message=self._on_mover,
-            on_exit=self._on_mover_exit,
-        )
+        self._directory = directory
+        self._worker_lives = 0
+        self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
+        self.mover = movers(setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
 
     # ------------------------------------------------------------ life
 
@@ -151,8 +133,8 @@ class Control:
         """Start everything, serve, drain. Returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        await self.worker.start()
-        await self.mover.start(agent_name=self._agent_name(1))
+        await self._start_worker()
+        await self._start_mover(1)
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
@@ -160,6 +142,8 @@ class Control:
             "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
             self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
         )  # fmt: skip
+        if (ranks := self.setup.geometry.tp) > 1:
+            log.info("%d ranks, a worker and a mover each", ranks)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         keep_what_is_loaded()
@@ -360,18 +344,25 @@ class Control:
             self.post(ev.WorkerLost(problem=str(ended)))
 
     def _restart_worker(self, e: ev.RestartWorker) -> None:
-        self._start_again("worker", lambda: self.worker.start())
+        self._start_again("worker", self._start_worker)
+
+    async def _start_worker(self) -> None:
+        """Ranks meet in a file of their own for each life."""
+        self._worker_lives += 1
+        group = str(self._directory / f"group-{self._worker_lives}")
+        await self.worker.start(lambda rank: {"group": group})
 
     # ------------------------------------------------------------ the mover
 
-    def _on_mover(self, message: ipc.FromMover) -> None:
+    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
         match message:
-            case ipc.MoverReady():
+            case MoversReady():
                 self._starts["mover"] = 0
-                self.post(ev.MoverUp(agent=self._agent(message)))
+                self.post(ev.MoverUp(agents=agents_of(self.setup, message)))
             case ipc.PeerAdded():
                 if message.problem:
                     log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
+                    self.mover.send(ipc.PeerRemove(peer=message.peer))  # where ranks have it all the same
                 self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
                 self.post(
@@ -388,43 +379,18 @@ class Control:
                 self.intake.probed("mover", message.probe)
             case ipc.MoverFailed() if self.core.mover_up:
                 log.error("mover: %s", message.problem)
-            case ipc.MoverFailed(problem=problem):
-                self.fail(Broken(f"the mover cannot start: {problem}"))
-
-    def _agent_name(self, epoch: int) -> str:
-        return f"{self.config.name}/0/{self.incarnation.hex()}/{epoch}"
-
-    def _agent(self, ready: ipc.MoverReady) -> Agent:
-        return Agent(
-            epoch=int(ready.agent_name.rpartition("/")[2]),
-            name=ready.agent_name,
-            metadata=ready.metadata,
-            metadata_digest=prompt_digest(ready.metadata),
-            base_address=ready.base_address,
-            region_bytes=ready.region_bytes,
-            blocks=self.setup.blocks,
-        )
+            case ipc.MoverFailed(setting=setting, problem=problem):
+                self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
 
     def _add_peer(self, e: ev.AddPeer) -> None:
-        if prompt_digest(e.agent.metadata) != e.agent.metadata_digest:
-            self.post(ev.PeerAddEnded(peer=e.peer, problem="its agent's metadata does not match its digest"))
-            return
-        self.mover.send(
-            ipc.PeerAdd(
-                peer=e.peer,
-                agent_name=e.agent.name,
-                metadata=e.agent.metadata,
-                base_address=e.agent.base_address,
-                region_bytes=e.agent.region_bytes,
-                block_bytes=e.block_bytes,
-            )
-        )
+        self.mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents))
 
     def _remove_peer(self, e: ev.RemovePeer) -> None:
         self.mover.send(ipc.PeerRemove(peer=e.peer))
 
     def _start_read(self, e: ev.StartRead) -> None:
-        self.mover.send(ipc.Read(read=e.read, peer=e.peer, source=pack_u32(e.source), target=pack_u32(e.target)))
+        source, target = pack_u32(e.source), pack_u32(e.target)
+        self.mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
 
     def _advertise(self, e: ev.AdvertiseLeases) -> None:
         self.mover.send(ipc.Advertise(leases=e.leases))
@@ -441,12 +407,16 @@ class Control:
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self.core.healing:
             log.warning("mover: replaced, since too many blocks wait for reads that do not end")
-        if self.mover.pid:
+        if self.mover.running:
             if not self._mover_asked:
                 self._mover_asked = True
                 self._spawn(self.mover.stop())
         else:
-            self._start_again("mover", lambda: self.mover.start(agent_name=self._agent_name(e.epoch)))
+            self._start_again("mover", lambda: self._start_mover(e.epoch))
+
+    async def _start_mover(self, epoch: int) -> None:
+        name, incarnation = self.config.name, self.incarnation.hex()
+        await self.mover.start(lambda rank: {"agent_name": f"{name}/{rank}/{incarnation}/{epoch}"})
 
     # ------------------------------------------------------------ starting again
 
@@ -487,7 +457,7 @@ class Control:
             decodes=c.role != "prefill",
             blocks=s.blocks,
             block_size=s.geometry.block_size,
-            block_bytes=s.geometry.block_bytes,
+            block_bytes=s.geometry.tp * rank_block_bytes(s.geometry),
             max_model_len=s.max_model_len,
             limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
             running_max=c.max_running,

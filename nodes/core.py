@@ -47,7 +47,7 @@ OWNER_MESSAGES = (
 )  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
-QUARANTINE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
+LATE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -76,13 +76,13 @@ class NodeCore:
         self.mover_up = False
         self.healing = False  # the mover is being ended for the sake of reads that do not end
         self.drain_until: int | None = None
-        self._agent: Agent | None = None  # ours, not yet announced
+        self._agents: tuple[Agent, ...] = ()  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.limits)
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
         self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
-        self.peers = Peers(membership, reads=config.decodes, block_bytes=config.block_bytes)
+        self.peers = Peers(membership, reads=config.decodes)
         self.requests = Requests(
             self.pool,
             self.scheduler,
@@ -119,7 +119,7 @@ class NodeCore:
             self._drain(ev.DrainAsked(), now, out)
         if self._reads and not self.mover_up:
             self._reads_are_over(now, out)
-        if self.mover_up and not self.healing and self._quarantine_is_full():
+        if self.mover_up and not self.healing and self._late_reads_hold_too_much():
             self._heal(now, out)
         for fetch in self.requests.admit(now):
             self._fetch(fetch, now, out)
@@ -241,6 +241,8 @@ class NodeCore:
 
     def _choose(self, r: Request, now: int) -> Source | None:
         """The prefill node for a request's next attempt, or None: computed here."""
+        if self.healing:  # its mover takes no new reads
+            return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
             return None
         return self.peers.next_source(now, lambda p: self._can_prefill(p, r))
@@ -282,7 +284,15 @@ class NodeCore:
         if self.mover_up:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(
-                ev.StartRead(read=read.read, peer=peer, source=read.source, target=read.target, request=read.request)
+                ev.StartRead(
+                    read=read.read,
+                    peer=peer,
+                    begin=read.begin,
+                    end=read.end,
+                    source=read.source,
+                    target=read.target,
+                    request=read.request,
+                )
             )
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
@@ -328,25 +338,27 @@ class NodeCore:
         self._ended(self.requests.worker_lost(in_step, now), now, out)
         out.append(ev.RestartWorker())
         if self.mover_up:
+            self.peers.mover_lost()  # it takes no new reads from now on
             out.append(ev.RestartMover(epoch=self.epoch))
 
     # ------------------------------------------------------------ mover
 
     def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
-        if event.agent.epoch != self.epoch:  # of an epoch that ended meanwhile
+        if any(agent.epoch != self.epoch for agent in event.agents):  # of an epoch that ended meanwhile
             out.append(ev.RestartMover(epoch=self.epoch))
             return
         self.mover_up = True
-        self._agent = event.agent
+        self._agents = event.agents
         self._announce(now, out)
         out += self.peers.mover_up()
         out.append(ev.AdvertiseLeases(leases=self.offers.held()))
 
     def _announce(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """Peers hear of an agent once there is something behind it: a worker that can compute what they ask for."""
-        if self.worker_up and self.mover_up and self._agent is not None:
-            self._membership(ms.OwnAgentChanged(agent=self._agent), now, out)
-            self._agent = None
+        """Peers hear of agents once there is something behind them: a worker that can compute what they ask for."""
+        if self.worker_up and self.mover_up:
+            for agent in self._agents:
+                self._membership(ms.OwnAgentChanged(agent=agent), now, out)
+            self._agents = ()
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
         """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
@@ -357,9 +369,9 @@ class NodeCore:
         self._reads_are_over(now, out)
         out.append(ev.RestartMover(epoch=self.epoch))
 
-    def _quarantine_is_full(self) -> bool:
-        counts = self.pool.counts()
-        return counts.quarantined * QUARANTINE_SHARE_MAX > counts.total
+    def _late_reads_hold_too_much(self) -> bool:
+        """Those that are in time give their blocks back by themselves, however many were given up at once."""
+        return self.fetches.transfers.late_blocks() * LATE_SHARE_MAX > self.config.blocks
 
     def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
         """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""
@@ -374,7 +386,7 @@ class NodeCore:
 
     def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
         self.epoch += 1
-        self._agent = None  # its epoch is over before it was announced
+        self._agents = ()  # their epoch is over before they were announced
         out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
         if pool_reset:
             self.pool.reset()

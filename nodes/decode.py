@@ -48,6 +48,7 @@ class Source(Declared):
     incarnation: bytes
     epoch: int
     link: str
+    block_size: int  # of its KV, in tokens
 
 
 @dataclass(slots=True)
@@ -194,6 +195,7 @@ class Requests:
             incarnation=source.incarnation,
             epoch=source.epoch,
             link=source.link,
+            source_size=source.block_size,
             prompt_tokens=r.prompt_tokens,
             have=have,
             prompt_digest=r.prompt_digest,

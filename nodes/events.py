@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from pdbus.bus.messages import Agent, Message, Sampling, Timeline, TryId
+from pdbus.bus.messages import Agent, Geometry, Message, Sampling, Timeline, TryId
 from pdbus.bus.wire import Declared, Header
 from pdbus.connector.ipc import StepRow
 
@@ -91,9 +91,10 @@ class WorkerLost(NodeEvent):
 
 
 class MoverUp(NodeEvent):
-    """The mover is ready; the shell built `agent` from what it reported, under the present epoch."""
+    """The mover of every rank is ready; the shell built their agents from what they reported, under the present
+    epoch."""
 
-    agent: Agent
+    agents: tuple[Agent, ...]
 
 
 class MoverLost(NodeEvent):
@@ -246,11 +247,11 @@ class EndRequest(NodeEffect):
 
 
 class AddPeer(NodeEffect):
-    """Give a peer's agent to the mover. `peer` names node, incarnation and epoch."""
+    """Give a peer's agents, one for each of its ranks, to the mover. `peer` names node, incarnation and epoch."""
 
     peer: str
-    agent: Agent
-    block_bytes: int
+    geometry: Geometry
+    agents: tuple[Agent, ...]
 
 
 class RemovePeer(NodeEffect):
@@ -258,10 +259,13 @@ class RemovePeer(NodeEffect):
 
 
 class StartRead(NodeEffect):
-    """`request` tells people whose read it is."""
+    """Read tokens `begin` to `end`: `source` and `target` are the peer's blocks and ours that hold them, in order.
+    `request` tells people whose read it is."""
 
     read: int
     peer: str
+    begin: int
+    end: int
     source: tuple[int, ...]
     target: tuple[int, ...]
     request: bytes = b""

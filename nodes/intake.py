@@ -78,8 +78,8 @@ class Intake:
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
             EventsSnapshot: self._snapshot,
-            Connect: lambda r: self._answer_later(r, self._connect(r.message)),
-            Disconnect: lambda r: self._answer_later(r, self._disconnect(r.message)),
+            Connect: self._connect,
+            Disconnect: self._disconnect,
         }
 
     def takes(self, received: Received) -> bool:
@@ -312,7 +312,11 @@ class Intake:
                 "epoch": core.epoch,
                 "ready": not reasons,
                 "not_ready": reasons,
-                "pids": {"control": control.pid, "worker": control.worker.pid, "mover": control.mover.pid},
+                "pids": {"control": control.pid, "worker": control.worker.pids[0], "mover": control.mover.pids[0]},
+                "ranks": [
+                    {"worker": worker, "mover": mover}
+                    for worker, mover in zip(control.worker.pids, control.mover.pids, strict=True)
+                ],
                 "peers": report.peers(core),
                 "leases": core.offers.rows(),
                 "reads": core.fetches.rows(),
@@ -331,13 +335,15 @@ class Intake:
         assert isinstance(message, EventsSnapshot)
         self._reply(received, self._control.publisher.snapshot(message))
 
-    async def _connect(self, message: Message) -> ConnectReply:
+    def _connect(self, received: Received) -> None:
+        """All are called at once, before anything else that is asked; only the answer waits."""
+        message = received.message
         assert isinstance(message, Connect)
-        outcomes = await asyncio.gather(*(self._join(address) for address in message.addresses))
-        return ConnectReply(outcomes=tuple(outcomes))
+        refused = [self._join(address) for address in message.addresses]
+        self._answer_later(received, self._connected(message.addresses, refused))
 
-    async def _join(self, address: str) -> Outcome:
-        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
+    def _join(self, address: str) -> Outcome | None:
+        """Why this address cannot be called; None when it is."""
         try:
             parse_address(address, "address")
         except ConfigError as e:
@@ -345,21 +351,27 @@ class Intake:
         if address == self._control.address:
             return Outcome(target=address, ok=False, detail="this is the node itself")
         self._control.post(ev.JoinAsked(address=address))
+        return None
+
+    async def _connected(self, addresses: Sequence[str], refused: Sequence[Outcome | None]) -> ConnectReply:
+        async def outcome(address: str, refusal: Outcome | None) -> Outcome:
+            return refusal or await self._joined(address)
+
+        return ConnectReply(outcomes=tuple(await asyncio.gather(*map(outcome, addresses, refused))))
+
+    async def _joined(self, address: str) -> Outcome:
+        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
         await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
         outcome = report.joined(self._control.core, address)
         return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
 
-    async def _disconnect(self, message: Message) -> DisconnectReply:
+    def _disconnect(self, received: Received) -> None:
+        message = received.message
         assert isinstance(message, Disconnect)
-        outcomes = []
         for target in message.targets:
-            known = report.member(self._control.core, target)
-            if known is None:
-                outcomes.append(Outcome(target=target, ok=False, detail="no member of that name or address"))
-                continue
             self._control.post(ev.RemoveAsked(target=target))
-            outcomes.append(Outcome(target=target, ok=True, detail=known.name))
-        return DisconnectReply(outcomes=tuple(outcomes))
+        outcomes = tuple(report.removed(self._control.core, target) for target in message.targets)
+        self._reply(received, DisconnectReply(outcomes=outcomes))
 
     # ------------------------------------------------------------ probes
 

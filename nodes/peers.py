@@ -31,11 +31,10 @@ News = FetchEvent | OfferEvent
 class Peers:
     """Membership, and beside it the state of each peer's agent in our mover."""
 
-    def __init__(self, membership: Membership, *, reads: bool, block_bytes: int) -> None:
+    def __init__(self, membership: Membership, *, reads: bool) -> None:
         """`reads`: this node decodes, and so reads from prefill nodes."""
         self._membership = membership
         self._reads = reads
-        self._block_bytes = block_bytes
         self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
         self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
         self._reload_ns: dict[str, int] = {}  # by peer key: when to try again
@@ -89,11 +88,14 @@ class Peers:
     def _agent(self, effect: ms.PeerAgent, out: list[ev.NodeEffect], news: list[News]) -> None:
         peer, agent = effect.peer, effect.agent
         news.append(OwnerEpoch(node=peer.name, incarnation=peer.incarnation, epoch=agent.epoch))
-        if not self._reads or peer.role not in PREFILL_ROLES:
+        geometry = peer.hello.geometry if peer.hello else None
+        if not self._reads or peer.role not in PREFILL_ROLES or geometry is None:
             return
         key = peer_key(peer.name, peer.incarnation, agent.epoch)
         self._forget(peer.name, peer.incarnation, out, but=key)
-        add = ev.AddPeer(peer=key, agent=agent, block_bytes=self._block_bytes)
+        if len(peer.agents) < geometry.tp:  # those of its other ranks will follow
+            return
+        add = ev.AddPeer(peer=key, geometry=geometry, agents=peer.agents)
         if self._agents.get(key) != add:
             self._agents[key] = add
             if self._mover_up:
@@ -173,8 +175,18 @@ class Peers:
             peer = self._membership.peer(name)
             if peer is not None and not self.problem(peer) and eligible(peer):
                 self._last = name
-                return Source(node=name, incarnation=peer.incarnation, epoch=peer.epoch, link=peer.link)
+                return _source(peer)
         return None
+
+
+def _source(peer: ms.Peer) -> Source:
+    return Source(
+        node=peer.name,
+        incarnation=peer.incarnation,
+        epoch=peer.epoch,
+        link=peer.link,
+        block_size=peer.hello.geometry.block_size if peer.hello and peer.hello.geometry else 1,
+    )
 
 
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:

@@ -90,10 +90,9 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
 
 
 def member(core: NodeCore, target: str) -> ms.Peer | None:
-    """Whom a name or an address stands for."""
-    if not target:
-        return None
-    return next((p for p in core.peers.members() if target in (p.name, p.address, p.called_at, *p.aliases)), None)
+    """Whom a name or an address stands for. Of those who were there one after the other, the one that is."""
+    found = [p for p in core.peers.members() if target and target in (p.name, p.address, p.called_at, *p.aliases)]
+    return min(found, key=lambda p: p.state is not ms.PeerState.UP, default=None)
 
 
 def joined(core: NodeCore, address: str) -> Outcome | None:
@@ -107,6 +106,14 @@ def joined(core: NodeCore, address: str) -> Outcome | None:
     if p.reason:
         return Outcome(target=address, ok=False, detail=p.reason)
     return None
+
+
+def removed(core: NodeCore, target: str) -> Outcome:
+    """What asking for the removal of that name or address has come to."""
+    p = member(core, target)
+    if p is None or p.state not in (ms.PeerState.REMOVING, ms.PeerState.REMOVED):
+        return Outcome(target=target, ok=False, detail="no member of that name or address")
+    return Outcome(target=target, ok=True, detail=p.name)
 
 
 def waiting(core: NodeCore, address: str) -> str:

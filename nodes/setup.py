@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, replace
 from pdbus.connector.ipc import WorkerArgs
-from pdbus.connector.layout import geometry_for
+from pdbus.connector.layout import geometry_for, layout_of, rank_block_bytes
+from pdbus.connector.scratch import scratch_bytes
 
 from .config import NodeConfig
 
@@ -22,6 +23,7 @@ class Setup(Declared):
     max_model_len: int
     vocab_size: int
     blocks: int
+    slab_bytes: int  # of a rank: its KV and, if it reads any, scratch where what lies in another order is permuted
 
 
 def set_up(config: NodeConfig) -> Setup:
@@ -30,9 +32,7 @@ def set_up(config: NodeConfig) -> Setup:
 
 
 def _coded(config: NodeConfig) -> Setup:
-    geometry = geometry_for(
-        config.coded_layers, config.coded_kv_heads, config.coded_head_dim, config.block_size, config.dtype
-    )
+    geometry = _geometry(config, config.coded_layers, config.coded_kv_heads, config.coded_head_dim)
     blocks = _blocks(config, geometry)
     return Setup(
         model=config.model,
@@ -42,20 +42,22 @@ def _coded(config: NodeConfig) -> Setup:
         max_model_len=_model_len(config, CODED_MODEL_LEN, blocks),
         vocab_size=config.coded_vocab,
         blocks=blocks,
+        slab_bytes=_slab_bytes(config, geometry, blocks),
     )
 
 
 def _torch(config: NodeConfig) -> Setup:
-    from .models.config import resolve_model
+    from .models.config import check_ranks, resolve_model
     from .models.fingerprint import weights_fingerprint
 
     resolved = resolve_model(config.model)
     model = resolved.config
+    check_ranks(model, config.tp)
     if config.max_model_len > model.max_positions:
         raise ConfigError(
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
         )
-    geometry = geometry_for(model.layers, model.kv_heads, model.head_dim, config.block_size, config.dtype)
+    geometry = _geometry(config, model.layers, model.kv_heads, model.head_dim)
     blocks = _blocks(config, geometry)
     return Setup(
         model=resolved.name,
@@ -66,7 +68,20 @@ def _torch(config: NodeConfig) -> Setup:
         max_model_len=_model_len(config, model.max_positions, blocks),
         vocab_size=model.vocab,
         blocks=blocks,
+        slab_bytes=_slab_bytes(config, geometry, blocks),
     )
+
+
+def _geometry(config: NodeConfig, layers: int, kv_heads: int, head_dim: int) -> Geometry:
+    made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype)
+    geometry = replace(made, layout=config.kv_layout, tp=config.tp)
+    layout_of(geometry, 1)
+    return geometry
+
+
+def _slab_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> int:
+    layout = layout_of(geometry, blocks)
+    return layout.region_bytes + (0 if config.role == "prefill" else scratch_bytes(layout))
 
 
 def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
@@ -82,15 +97,17 @@ def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
 
 
 def _blocks(config: NodeConfig, geometry: Geometry) -> int:
-    blocks = config.kv_blocks or min(config.kv_memory_bytes // geometry.block_bytes, BLOCKS_MAX)
+    """Ranks share the memory: each holds its part of every block."""
+    block_bytes = geometry.tp * rank_block_bytes(geometry)
+    blocks = config.kv_blocks or min(config.kv_memory_bytes // block_bytes, BLOCKS_MAX)
     if blocks < 2:
         raise ConfigError(
-            "--kv-memory", f"{config.kv_memory_bytes} bytes hold {blocks} blocks of {geometry.block_bytes}; at least 2"
+            "--kv-memory", f"{config.kv_memory_bytes} bytes hold {blocks} blocks of {block_bytes}; at least 2"
         )
     return blocks
 
 
-def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int) -> WorkerArgs:
+def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int, rank: int) -> WorkerArgs:
     return WorkerArgs(
         endpoint="",
         slab_path=slab_path,
@@ -99,6 +116,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         geometry=setup.geometry,
         engine=config.engine,
         model=setup.folder,
+        rank=rank,
         threads=config.threads,
         cpus=config.cpus,
         device=config.device,

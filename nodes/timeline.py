@@ -63,6 +63,7 @@ class Marks:
             total_ns=now - self.arrived,
             read_bytes=self.read_bytes,
             mover_ns=self.mover_ns,
+            first_step_ns=_between(self.confirmed, self.own_token),
         )
 
 

@@ -86,8 +86,7 @@ class FakeClient:
         self.asked: list[tuple[Any, Sampling]] = []
         self.generations: list[FakeGeneration] = []
         self.waiting = asyncio.Event()  # set when a script has come to an event
-        self.connected: list[str] = []
-        self.disconnected: list[str] = []
+        self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
 
     def generate(
         self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000
@@ -102,9 +101,9 @@ class FakeClient:
         return self.says
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
-        self.connected += addresses
+        self.commands += (("connect", address) for address in addresses)
         return tuple(Outcome(target=address, ok=True) for address in addresses)
 
     async def disconnect(self, targets: Sequence[str]) -> tuple[Outcome, ...]:
-        self.disconnected += targets
+        self.commands += (("disconnect", target) for target in targets)
         return tuple(Outcome(target=target, ok=True) for target in targets)

@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Geometry, Hello, Message
+from pdbus.bus.messages import Hello, Message
 from pdbus.bus.wire import Header
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 S = 1_000_000_000
+GEOMETRY = geometry_for(2, 1, 4, 16, "float32")
 E = TypeVar("E", bound=ms.MembershipEffect)
 
 
@@ -26,19 +29,34 @@ class Net:
         self.links: dict[str, tuple[Node, str]] = {}  # a link's name -> who is at its other end, and its name there
         self.opened = 0
         self.drop: Callable[[Node, Message], bool] = lambda node, message: False
+        self.slow: set[str] = set()  # links on which nothing arrives for now; on every link all keeps its order
+        self.held_up: deque[tuple[Node, str, Header, Message]] = deque()
 
     def deliver(self) -> None:
         while self.under_way:
             node, link, header, message = self.under_way.popleft()
-            if self.at.get(node.address) is node and not self.drop(node, message):
+            if link in self.slow:
+                self.held_up.append((node, link, header, message))
+            elif self.at.get(node.address) is node and not self.drop(node, message):
                 node.hear(link, header, message)
+
+    def slow_down(self) -> None:
+        """Whatever is said on the links that are open now arrives later than what is said on others."""
+        self.slow = set(self.links)
+
+    def catch_up(self) -> None:
+        self.slow.clear()
+        self.under_way = self.held_up + self.under_way
+        self.held_up = deque()
+        self.deliver()
 
     def run(self, seconds: float) -> None:
         """Let time pass: every node gets its ticks when they are due."""
         end = self.now + int(seconds * S)
         self.deliver()
         while True:
-            due = [(d, n) for n in self.at.values() if (d := n.machine.next_deadline()) is not None]
+            awake = [n for n in self.at.values() if not n.frozen]
+            due = [(d, n) for n in awake if (d := n.machine.next_deadline()) is not None]
             at, node = min(due, key=lambda pair: pair[0], default=(end + 1, None))
             if at > end or node is None:
                 break
@@ -56,14 +74,21 @@ class Node:
         self.name = name
         self.address = address or f"tcp://{name}:7400"
         self.incarnation = f"{name}#{life}".encode().ljust(16, b".")
-        fields: dict[str, Any] = {"geometry": Geometry(layers=2), "fingerprint": "f", "version": "0.1.0", **hello}
+        fields: dict[str, Any] = {"geometry": GEOMETRY, "fingerprint": "f", "version": "0.1.0", **hello}
         hello_message = Hello(role=role, address=self.address, **fields)
-        self.machine = Membership(ms.MembershipConfig(name=name, incarnation=self.incarnation, hello=hello_message))
+        self.machine = Membership(
+            ms.MembershipConfig(name=name, incarnation=self.incarnation, hello=hello_message), unreadable
+        )
         self.effects: list[ms.MembershipEffect] = []
         self.seq = 0
+        self.frozen = False
+        self.waiting: list[ms.MembershipEvent] = []  # while it is frozen
         net.at[self.address] = self
 
     def handle(self, event: ms.MembershipEvent) -> list[ms.MembershipEffect]:
+        if self.frozen:
+            self.waiting.append(event)
+            return []
         effects = self.machine.handle(event, self.net.now)
         self.effects += effects
         for effect in effects:
@@ -101,6 +126,14 @@ class Node:
     def join(self, other: Node) -> None:
         self.handle(ms.JoinAsked(address=other.address))
         self.net.deliver()
+
+    def thaw(self) -> None:
+        """What has come meanwhile is heard in the order in which it came."""
+        self.frozen = False
+        waiting, self.waiting = self.waiting, []
+        for event in waiting:
+            self.handle(event)
+            self.net.deliver()
 
     def die(self) -> None:
         del self.net.at[self.address]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pdbus.bus.messages import KVLayout
 from pdbus.connector.apply import Pairing, batches, direct_runs, permute, scratch_runs
-from pdbus.connector.layout import KVLayout
+from pdbus.connector.layout import row_bytes
 from pdbus.connector.plan import TransferPlan
 
 Bytes = NDArray[np.uint8]
@@ -36,7 +37,7 @@ def layer_view(region: Bytes, layout: KVLayout, layer: int) -> Bytes:
     """One layer in place: [block, part, head, slot, row bytes]."""
     return np.lib.stride_tricks.as_strided(
         region[layout.starts[layer] :],
-        (layout.blocks, len(layout.parts), len(layout.heads), layout.block_size, layout.row_bytes),
+        (layout.blocks, len(layout.parts), len(layout.heads), layout.block_size, row_bytes(layout)),
         (layout.block_stride, layout.part_stride, layout.head_stride, layout.slot_stride, 1),
     )
 

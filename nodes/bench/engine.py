@@ -201,7 +201,7 @@ def _started(folder: str, weights: str) -> dict[str, Any]:
     imported_ns, imported_bytes = time.process_time_ns(), _peak_bytes()
     model = resolve_model(folder)
     slab = Slab.create(STARTUP_SLAB_BYTES)
-    slab.populate()
+    slab.populate(slab.size_bytes)
     args = _engine_args(model, weights, blocks=2)
     args = replace(args, blocks=STARTUP_SLAB_BYTES // args.geometry.block_bytes)
     engine = TorchEngine(args, slab.memory)

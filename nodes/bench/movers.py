@@ -6,10 +6,11 @@ import asyncio
 from types import TracebackType
 from typing import TypeVar
 
-import zmq
-
 from pdbus.bus.errors import Broken
+from pdbus.bus.hashing import prompt_digest
+from pdbus.bus.messages import Agent, Geometry
 from pdbus.connector.ipc import FromMover, MoverArgs, MoverFailed, MoverReady, PeerAdd, PeerAdded, StopMover, ToMover
+from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.process import Exit
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
@@ -25,10 +26,10 @@ class LiveMover:
 
     ready: MoverReady
 
-    def __init__(self, agent_name: str, slab: Slab, block_bytes: int, process: Managed[FromMover]) -> None:
+    def __init__(self, agent_name: str, slab: Slab, geometry: Geometry, process: Managed[FromMover]) -> None:
         self.agent_name = agent_name
         self.slab = slab
-        self.block_bytes = block_bytes
+        self.geometry = geometry
         self.process = process
         self.heard: asyncio.Queue[FromMover] = asyncio.Queue()
         self.ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -54,14 +55,21 @@ class LiveMover:
 
     def as_peer(self) -> PeerAdd:
         """What another mover must be told to read from this one. The peer's name is the agent's."""
-        return PeerAdd(
-            peer=self.agent_name,
-            agent_name=self.ready.agent_name,
+        agent = Agent(
+            epoch=1,
+            name=self.ready.agent_name,
             metadata=self.ready.metadata,
+            metadata_digest=prompt_digest(self.ready.metadata),
             base_address=self.ready.base_address,
             region_bytes=self.ready.region_bytes,
-            block_bytes=self.block_bytes,
+            blocks=self.ready.region_bytes // self.geometry.block_bytes,
         )
+        return PeerAdd(peer=self.agent_name, geometry=self.geometry, agents=(agent,))
+
+
+def plain_blocks(block_bytes: int) -> Geometry:
+    """KV without structure: a block is one token, and a token one row."""
+    return geometry_for(1, 1, block_bytes, 1, "uint8", kv_parts=1)
 
 
 class Movers:
@@ -69,7 +77,6 @@ class Movers:
 
     def __init__(self) -> None:
         self._directory = RunDirectory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._movers: list[LiveMover] = []
 
     async def __aenter__(self) -> Movers:
@@ -82,23 +89,24 @@ class Movers:
             await mover.process.stop()
             await mover.ended
             mover.slab.close()
-        self._context.destroy(linger=0)
         self._directory.close()
 
     async def start(self, agent_name: str, slab_bytes: int, block_bytes: int) -> LiveMover:
-        """A mover that is ready. Raises Broken when it does not start."""
+        """A mover of plain blocks that is ready. Raises Broken when it does not start."""
         slab = Slab.create(slab_bytes)
+        geometry = plain_blocks(block_bytes)
         directory = self._directory.path / agent_name
         directory.mkdir()
         args = MoverArgs(
-            endpoint="", slab_path=slab.path, slab_bytes=slab_bytes, block_bytes=block_bytes, agent_name=agent_name
-        )
+            endpoint="", slab_path=slab.path, slab_bytes=slab_bytes, rank=0, agent_name=agent_name,
+            layout=layout_of(geometry, slab_bytes // block_bytes),
+        )  # fmt: skip
         process: Managed[FromMover] = Managed(
-            "pdbus.connector.mover", args, FromMover, StopMover(), directory=directory, context=self._context,
+            "pdbus.connector.mover", args, FromMover, StopMover(), directory=directory,
             on_message=lambda message: mover.heard.put_nowait(message),
             on_exit=lambda ended: mover.end(ended),
         )  # fmt: skip
-        mover = LiveMover(agent_name, slab, block_bytes, process)
+        mover = LiveMover(agent_name, slab, geometry, process)
         await process.start()
         self._movers.append(mover)
         mover.ready = await mover.hear(MoverReady)

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pdbus.bus.messages import KVLayout
 from pdbus.bus.wire import replace
 from pdbus.connector.apply import Pairing, direct_runs, pair, permute, scratch_runs
-from pdbus.connector.layout import KVLayout, blocks_for, geometry_for, layout_of
+from pdbus.connector.layout import blocks_for, geometry_for
 from pdbus.connector.plan import TransferPlan, plan
+from pdbus.connector.readable import layouts_of
 
 ROUNDS = 5
 COUNTS = (1_000, 4_000)  # source blocks, to show that the cost is linear
@@ -26,9 +28,9 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
     "native, TP 1 to 2": (("native", 16, 1), ("native", 16, 2)),
     "native, TP 4 to 1": (("native", 16, 4), ("native", 16, 1)),
     "native, blocks of 64 to 16": (("native", 64, 1), ("native", 16, 1)),
-    "NHD to NHD": (("nhd", 16, 1), ("nhd", 16, 1)),
-    "NHD to HND": (("nhd", 16, 1), ("hnd", 16, 1)),
-    "NHD to native, TP 2 to 1": (("nhd", 16, 2), ("native", 16, 1)),
+    "NHD to NHD": (("NHD", 16, 1), ("NHD", 16, 1)),
+    "NHD to HND": (("NHD", 16, 1), ("HND", 16, 1)),
+    "NHD to native, TP 2 to 1": (("NHD", 16, 2), ("native", 16, 1)),
 }
 
 
@@ -37,10 +39,9 @@ def run() -> dict[str, Any]:
     return {"pairs": [_measure(name, there, here) for name, (there, here) in PAIRS.items()]}
 
 
-def _layouts(shape: Shape, blocks: int) -> list[KVLayout]:
+def _layouts(shape: Shape, blocks: int) -> tuple[KVLayout, ...]:
     order, block_size, ranks = shape
-    model = replace(geometry_for(32, 8, 128, block_size, "float16"), layout=order)
-    return [layout_of(model, blocks, ranks, rank) for rank in range(ranks)]
+    return layouts_of(replace(geometry_for(32, 8, 128, block_size, "float16"), layout=order, tp=ranks), blocks)
 
 
 def _planned(there: Shape, here: Shape, source_blocks: int) -> Callable[[], TransferPlan]:
@@ -67,7 +68,7 @@ def _paired(made: TransferPlan, count: int) -> Pairing:
     chosen, tokens = random.Random(1), count * made.source_size
     source = chosen.sample(range(made.source_blocks), count)
     target = chosen.sample(range(made.target_blocks), blocks_for(tokens, made.target_size))
-    return pair(made, 0, 0, tokens, source, target)
+    return pair(made, 0, tokens, source, target)
 
 
 def _runs(made: TransferPlan, pairing: Pairing) -> int:

@@ -14,8 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from pdbus.bus import wire
 from pdbus.bus.errors import Broken
+from pdbus.connector.apply import Runs
 from pdbus.connector.ipc import Advertise, Read, ReadEnded
 from pdbus.connector.nixl_agent import NixlAgent, RemotePeer
 
@@ -45,7 +48,7 @@ async def _run(sizes_bytes: Sequence[int], block_bytes: int, rounds: int) -> Res
         await introduce(owner, reader)
         owner.say(Advertise(leases=1))
         for slab in (owner.slab, reader.slab):
-            slab.populate()
+            slab.populate(slab.size_bytes)
         return {"sizes": [await _measure(owner, reader, size, block_bytes, rounds) for size in sizes_bytes]}
 
 
@@ -71,9 +74,9 @@ async def _measure(owner: LiveMover, reader: LiveMover, size: int, block_bytes: 
 
 async def read_scattered(owner: LiveMover, reader: LiveMover, number: int, count: int) -> int:
     """Read `count` random blocks into random blocks; the mover's own time in ns. Raises Broken when it fails."""
-    blocks = range(owner.slab.size_bytes // owner.block_bytes)
+    blocks = range(owner.slab.size_bytes // owner.geometry.block_bytes)
     source, target = (wire.pack_u32(random.sample(blocks, count)) for _ in range(2))
-    reader.say(Read(read=number, peer=owner.agent_name, source=source, target=target))
+    reader.say(Read(read=number, peer=owner.agent_name, begin=0, end=count, source=source, target=target))
     ended = await reader.hear(ReadEnded)
     if ended.problem:
         raise Broken(ended.problem)
@@ -85,18 +88,19 @@ class RawReader:
 
     def __init__(self, owner: LiveMover, reader: LiveMover, size: int) -> None:
         slab = reader.slab
-        self._agent = NixlAgent(f"bench-raw-{size}-{os.getpid()}", slab.address, slab.size_bytes, size)
+        self._agent = NixlAgent(f"bench-raw-{size}-{os.getpid()}", slab.address, slab.size_bytes)
         ready = owner.ready
         self._peer: RemotePeer = self._agent.add_peer(
             ready.agent_name, ready.metadata, ready.base_address, ready.region_bytes
         )
-        self._places = slab.size_bytes // size
+        self._size, self._places = size, slab.size_bytes // size
         self._wait(self._agent.make_warm_up(self._peer))
 
     def read(self) -> int:
         """One read between random places, in ns from post to done."""
-        source, target = (wire.pack_u32([random.randrange(self._places)]) for _ in range(2))
-        return self._wait(self._agent.make_read(self._peer, source, target))
+        source, target = (random.randrange(self._places) * self._size for _ in range(2))
+        runs = Runs(*(np.array([value], np.uint64) for value in (source, target, self._size)))
+        return self._wait(self._agent.make_read(self._peer, runs))
 
     def _wait(self, handle: Any) -> int:
         began = time.monotonic_ns()

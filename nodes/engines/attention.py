@@ -1,8 +1,8 @@
 """Attention over KV rows that lie in blocks, and the plan that says which rows belong to whom.
 
-The slab is seen as rows of D channels. Row (block b, layer l, K or V c, KV head h, slot s) is number
-(((b * L + l) * 2 + c) * K + h) * B + s, so the rows of a sequence have the same numbers in every layer but for an
-offset: they are computed once per step. Reading them is one index_select, writing one index_copy_.
+The slab is seen as rows of D channels. In every layout of whole rows (connector/layout.py) the rows of a sequence have
+the same numbers in every layer but for an offset: they are computed once per step. Reading them is one index_select,
+writing one index_copy_.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pdbus.bus.messages import Geometry
+from pdbus.bus.messages import KVLayout
+from pdbus.connector.layout import row_bytes
 
 Ids = NDArray[np.int64]
 SHORT_KEYS = 256  # sequences up to here are attended in one batch; longer ones by themselves, for padding costs more
@@ -26,19 +27,19 @@ KEY_TILE = 256
 
 
 class KVCache:
-    """A KV slab in the native layout [block, layer, k/v, kv_head, slot, channel], seen as rows of channels."""
+    """A KV slab in any layout with K before V, seen as rows of channels."""
 
-    def __init__(self, memory: Tensor, geometry: Geometry) -> None:
-        """`memory` is one-dimensional, of the geometry's dtype, blocks * block elements long."""
-        g = geometry
-        self.geometry = g
-        layer_rows = 2 * g.kv_heads * g.block_size
-        self._block_rows = g.layers * layer_rows
-        rows = memory.view(-1, g.head_dim)
-        self.blocks = len(rows) // self._block_rows
-        self._layers = [rows[index * layer_rows :] for index in range(g.layers)]
-        self._read = rows.new_empty(0, g.head_dim)
-        self._head_rows: Ids = np.arange(2 * g.kv_heads, dtype=np.int64) * g.block_size
+    def __init__(self, memory: Tensor, layout: KVLayout) -> None:
+        """`memory` is one-dimensional, of the layout's dtype, as many elements as its region holds."""
+        row = row_bytes(layout)
+        self.blocks = layout.blocks
+        self._block_size, self._head_dim = layout.block_size, layout.head_dim
+        self._block_rows, self._slot_rows = layout.block_stride // row, layout.slot_stride // row
+        rows = memory.view(-1, layout.head_dim)
+        self._layers = [rows[start // row :] for start in layout.starts]
+        self._read = rows.new_empty(0, layout.head_dim)
+        heads = np.arange(len(layout.heads), dtype=np.int64) * (layout.head_stride // row)
+        self._head_rows: Ids = np.concatenate([heads, heads + layout.part_stride // row])
 
     def like(self, values: Tensor) -> Tensor:
         """`values` on the cache's device, of its type."""
@@ -46,8 +47,8 @@ class KVCache:
 
     def rows(self, blocks: Ids, positions: Ids) -> Ids:
         """Row numbers within layer 0: [len(positions), 2K], K's heads before V's."""
-        size = self.geometry.block_size
-        slots = blocks[positions // size] * self._block_rows + positions % size
+        size = self._block_size
+        slots = blocks[positions // size] * self._block_rows + positions % size * self._slot_rows
         return slots[:, None] + self._head_rows
 
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
@@ -57,10 +58,10 @@ class KVCache:
     def read(self, layer: int, rows: Tensor) -> Tensor:
         """The rows of `rows` [...] as [..., D]; they lie in one reused place, until the next read."""
         if self._read.shape[0] < rows.numel():
-            self._read = self._read.new_empty(rows.numel(), self.geometry.head_dim)
+            self._read = self._read.new_empty(rows.numel(), self._head_dim)
         into = self._read[: rows.numel()]
         torch.index_select(self._layers[layer], 0, rows.view(-1), out=into)
-        return into.view(*rows.shape, self.geometry.head_dim)
+        return into.view(*rows.shape, self._head_dim)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ them among the tokens, id 0 follows where k - 1 tokens stand after the last EOT,
 has three tokens of answer and then the end.
 
 The engine knows nothing of who wrote a block: whatever it reads for a sampled row is compared with the code.
+
+One rank of several holds the cells of its heads alone, and takes those of the others as the code says. So all ranks
+choose the token of one that holds all heads, as long as every cell that any of them reads is right.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
-from pdbus.bus.messages import Geometry, Sampling, TokenLogprob
+from pdbus.bus.messages import Geometry, KVLayout, Sampling, TokenLogprob
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
-from pdbus.connector.layout import DTYPE_BYTES, geometry_for, strides
+from pdbus.connector.layout import DTYPE_BYTES, geometry_for, layout_of, row_bytes
 
 U64 = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -77,7 +80,7 @@ def prefix_sums(tokens: Sequence[int], start: int = 0, total: int = 0) -> U64:
 
 def cell_code(geometry: Geometry, sums: U64) -> Bytes:
     """The cells of the positions whose prefix sums are given: [positions, layers, parts, heads, row bytes]."""
-    width = strides(geometry).slot
+    width = row_bytes(geometry)
     words = -(-width // 8)
     axes = (geometry.layers, geometry.kv_parts, geometry.kv_heads, words)
     layer, part, head, word = np.ogrid[tuple(slice(n) for n in axes)]
@@ -96,11 +99,13 @@ def coded_cells(geometry: Geometry, tokens: Sequence[int]) -> Bytes:
     return cell_code(geometry, prefix_sums(tokens))
 
 
-def blocks_of(memory: Any, geometry: Geometry, blocks: int) -> Bytes:
-    """A slab in the native layout as an array: [block, layer, part, head, slot, row bytes], no copy."""
-    flat = np.frombuffer(memory, dtype=np.uint8, count=blocks * geometry.block_bytes)
-    shape = (geometry.layers, geometry.kv_parts, geometry.kv_heads, geometry.block_size, strides(geometry).slot)
-    return flat.reshape(blocks, *shape)
+def blocks_of(memory: Any, layout: KVLayout) -> Bytes:
+    """A rank's memory as an array: [block, layer, part, head, slot, row bytes], no copy. Its layers lie evenly."""
+    starts = layout.starts
+    layer = starts[1] - starts[0] if len(starts) > 1 else 0
+    strides = (layout.block_stride, layer, layout.part_stride, layout.head_stride, layout.slot_stride, 1)
+    shape = (layout.blocks, len(starts), len(layout.parts), len(layout.heads), layout.block_size, row_bytes(layout))
+    return np.ndarray(shape, np.uint8, memory, starts[0], strides)
 
 
 def read_cells(slab: Bytes, table: Sequence[int], positions: int) -> Bytes:
@@ -111,29 +116,31 @@ def read_cells(slab: Bytes, table: Sequence[int], positions: int) -> Bytes:
     return read.reshape(len(used) * size, *read.shape[2:])[:positions]
 
 
-def first_wrong(geometry: Geometry, table: Sequence[int], read: Bytes, code: Bytes) -> str:
+def first_wrong(layout: KVLayout, table: Sequence[int], read: Bytes, code: Bytes) -> str:
     """Names the first byte of `read` that differs from `code`, '' if none does.
 
-    Both are [positions, layer, part, head, row bytes]. The block is the physical one; the channel is the
+    Both are [positions, layer, part, head held, row bytes]. The block is the physical one; the channel is the
     element that the byte lies in.
     """
     if np.array_equal(read, code):
         return ""
     where = int(np.argmax((read != code).reshape(-1)))
     position, layer, part, head, byte = (int(i) for i in np.unravel_index(where, read.shape))
-    block, slot = table[position // geometry.block_size], position % geometry.block_size
-    name = "latent" if geometry.kv_parts == 1 else "KV"[part]
-    channel = byte // DTYPE_BYTES[geometry.dtype]
+    block, slot = table[position // layout.block_size], position % layout.block_size
+    name = "latent" if len(layout.parts) == 1 else "KV"[part]
+    channel = byte // DTYPE_BYTES[layout.dtype]
     return (
-        f"block {block} layer {layer} {name} head {head} slot {slot} channel {channel}: position {position}"
-        f" reads {read.flat[where]:#04x}, must be {code.flat[where]:#04x}"
+        f"block {block} layer {layout.layers[layer]} {name} head {layout.heads[head]} slot {slot} channel {channel}:"
+        f" position {position} reads {read.flat[where]:#04x}, must be {code.flat[where]:#04x}"
     )
 
 
 def check_slab(memory: Any, geometry: Geometry, blocks: int, table: Sequence[int], tokens: Sequence[int]) -> str:
-    """Whether the blocks of `table` hold exactly the KV of `tokens`: names the first wrong byte, '' if none."""
-    read = read_cells(blocks_of(memory, geometry, blocks), table, len(tokens))
-    return first_wrong(geometry, table, read, coded_cells(geometry, tokens))
+    """Whether the blocks of `table` of a single rank hold exactly the KV of `tokens`: names the first wrong byte, ''
+    if none."""
+    layout = layout_of(geometry, blocks)
+    read = read_cells(blocks_of(memory, layout), table, len(tokens))
+    return first_wrong(layout, table, read, coded_cells(geometry, tokens))
 
 
 def choose(read: Bytes, sampling: Sampling, vocab_size: int) -> int:
@@ -187,14 +194,20 @@ class _Sequence:
 
 
 class CodedEngine:
-    """Engine of nodes/engines over `memory`, a writable buffer in the native layout."""
+    """Engine of nodes/engines over `memory`, a writable buffer."""
 
     def __init__(self, args: WorkerArgs, memory: Any) -> None:
-        self.geometry = _checked(args, memory)
+        self.geometry = _checked(args)
+        self._layout = layout_of(self.geometry, args.blocks, args.rank)
         self.vocab_size = args.coded_vocab
         self._skip_sampling = args.skip_sampling
         self._step_ns, self._token_ns = args.coded_step_us * 1000, args.coded_token_us * 1000
-        self._slab = blocks_of(memory, self.geometry, args.blocks)
+        held = memoryview(memory).nbytes
+        if held < self._layout.region_bytes:
+            problem = f"{args.blocks} blocks take {self._layout.region_bytes} bytes, but the slab has {held}"
+            raise ConfigError("--kv-blocks", problem)
+        self._slab = blocks_of(memory, self._layout)
+        self._heads = slice(self._layout.heads[0], self._layout.heads[-1] + 1)
         self._sequences: dict[int, _Sequence] = {}
 
     def open(self, seq: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -235,7 +248,7 @@ class CodedEngine:
         end, size = row.start + row.count, self.geometry.block_size
         positions = np.arange(row.start, end)
         blocks = np.asarray(sequence.table, dtype=np.intp)[positions // size]
-        self._slab[blocks, :, :, :, positions % size] = sequence.code(end)[row.start :]
+        self._slab[blocks, :, :, :, positions % size] = sequence.code(end)[row.start :, :, :, self._heads]
 
     def _check(self, row: StepRow, sequence: _Sequence) -> None:
         end, known, table = row.start + row.count, len(sequence.tokens), sequence.table
@@ -257,15 +270,23 @@ class CodedEngine:
             return RowResult(seq=row.seq)
         sequence = self._sequence(row.seq)
         end = row.start + row.count
-        read = read_cells(self._slab, sequence.table, end)
-        wrong = first_wrong(self.geometry, sequence.table, read, sequence.code(end))
+        read, code = read_cells(self._slab, sequence.table, end), sequence.code(end)
+        wrong = first_wrong(self._layout, sequence.table, read, code[:, :, :, self._heads])
         if self._skip_sampling:
             return RowResult(seq=row.seq, wrong_kv=wrong)
-        token = EOS_ID if sequence.asks_end() else choose(read, sequence.sampling, self.vocab_size)
+        token = EOS_ID if sequence.asks_end() else self._choose(read, code, sequence.sampling)
         sequence.tokens.append(token)
         wanted = sequence.sampling.logprobs
         logprob = None if wanted is None else logprob_of(token, self.vocab_size, wanted)
         return RowResult(seq=row.seq, token=token, logprob=logprob, wrong_kv=wrong)
+
+    def _choose(self, read: Bytes, code: Bytes, sampling: Sampling) -> int:
+        """By what was read of our heads, and the code of the others'."""
+        if read.shape == code.shape:
+            return choose(read, sampling, self.vocab_size)
+        whole = code.copy()
+        whole[:, :, :, self._heads] = read
+        return choose(whole, sampling, self.vocab_size)
 
     def _simulate(self, until_ns: int) -> None:
         left_ns = until_ns - time.monotonic_ns()
@@ -273,14 +294,13 @@ class CodedEngine:
             time.sleep(left_ns / 1e9)
 
 
-def _checked(args: WorkerArgs, memory: Any) -> Geometry:
+def _checked(args: WorkerArgs) -> Geometry:
     g = args.geometry
     whole = geometry_for(g.layers, g.kv_heads, g.head_dim, g.block_size, g.dtype, g.kv_parts)
-    if g != whole or g.kv_parts > 2:
+    if g.block_bytes != whole.block_bytes or g.kv_parts > 2:
         raise ConfigError("geometry", f"the coded engine needs {whole} with kv_parts 1 or 2, not {g}")
     if args.coded_vocab < VOCAB_MIN:
         raise ConfigError("coded_vocab", f"{args.coded_vocab} is too few tokens; at least {VOCAB_MIN}")
-    held = memoryview(memory).nbytes
-    if args.blocks < 1 or held < args.blocks * g.block_bytes:
-        raise ConfigError("--kv-blocks", f"{args.blocks} blocks of {g.block_bytes} bytes in a slab of {held} bytes")
+    if args.blocks < 1:
+        raise ConfigError("--kv-blocks", f"{args.blocks} blocks; at least 1")
     return g

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
-from pdbus.bus.messages import Geometry, Sampling
-from pdbus.bus.wire import unpack_u32
+from pdbus.bus.messages import Geometry, KVLayout, Sampling
+from pdbus.bus.wire import replace, unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
+from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
 from pdbus.nodes.models.llama import Llama
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
+from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
 from .sampling import Draw, Drawn, sample
@@ -56,14 +58,16 @@ class TorchEngine:
         packs = self._device.type == "cpu" and self._dtype is torch.float32
         make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
-        self._config = model.config
+        self._config, self._rank = model.config, args.rank
+        group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         _check_geometry(args.geometry, model.config, args.dtype)
-        self._geometry = args.geometry
+        self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
-            self._cache = KVCache(_as_tensor(memory, args, self._device, self._dtype), args.geometry)
-            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make)
-            self._llama = Llama(model.config, weights, self._max_positions)
+            self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
+            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make, group)
+            mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
+            self._llama = Llama(mine, weights, self._max_positions)
         self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
@@ -185,9 +189,9 @@ class TorchEngine:
         """One prefill and one decode step on memory of their own: every weight is touched, the logits checked."""
         count = min(WARM_UP_TOKENS, self._max_positions - 1)
         blocks = -(-(count + 1) // self._geometry.block_size)
-        elements = blocks * self._geometry.block_bytes // self._dtype.itemsize
-        memory = torch.zeros(elements, dtype=self._dtype, device=self._device)
-        cache = KVCache(memory, self._geometry)
+        layout = layout_of(self._geometry, blocks, self._rank)
+        memory = torch.zeros(layout.region_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+        cache = KVCache(memory, layout)
         sequence = _Sequence(array("q", [i % self.vocab_size for i in range(count + 1)]), count, Sampling())
         for start, end in ((0, count), (count, count + 1)):
             span = Span(start, end - start, np.arange(blocks, dtype=np.int64), sample=True)
@@ -228,19 +232,20 @@ def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
 
 
 def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str) -> None:
-    found = (geometry.layout, geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
-    wanted = ("native", config.layers, config.kv_heads, config.head_dim, 2, dtype)
+    found = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
+    wanted = (config.layers, config.kv_heads, config.head_dim, 2, dtype)
     if found != wanted:
         raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
 
 
-def _as_tensor(memory: Tensor | memoryview, args: WorkerArgs, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The slab as a one-dimensional tensor of whole blocks, without a copy."""
+def _as_tensor(memory: Tensor | memoryview, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The layout's region as a one-dimensional tensor, without a copy."""
     tensor = memory if isinstance(memory, Tensor) else torch.frombuffer(memory, dtype=torch.uint8)
     if tensor.device.type != device.type:
         raise ConfigError("--device", f"the KV slab lies on {tensor.device.type}: {device.type} needs one of its own")
-    used = args.blocks * args.geometry.block_bytes
     flat = tensor.reshape(-1).view(torch.uint8)
-    if len(flat) < used:
-        raise LocalProtocolError(f"the KV slab has {len(flat)} bytes, {args.blocks} blocks need {used}")
-    return flat[:used].view(dtype)
+    if len(flat) < layout.region_bytes:
+        raise LocalProtocolError(
+            f"the KV slab has {len(flat)} bytes, {layout.blocks} blocks need {layout.region_bytes}"
+        )
+    return flat[: layout.region_bytes].view(dtype)

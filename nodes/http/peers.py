@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -57,21 +59,31 @@ class Result(Declared):
     detail: str = ""
 
 
+Asking = Callable[[], Awaitable[Result]]
+
+
 class PrefillEndpoints:
     """The three routes. Remembers which endpoint led to which node, since the bus does not know every HTTP address."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._infos: dict[str, Info] = {}
+        self._turn = asyncio.Lock()  # hands out turns in the order in which they were asked for
 
     async def add(self, request: Request) -> Response:
-        endpoints = await _read(request)
-        return JSON({"results": await asyncio.gather(*(self._add(endpoint) for endpoint in endpoints))})
+        return await self._carry_out(request, self._find_to_add)
 
     async def remove(self, request: Request) -> Response:
         """Takes what `add` took; a node's name or bus address does too, for an endpoint that no longer answers."""
+        return await self._carry_out(request, self._find_to_remove)
+
+    async def _carry_out(self, request: Request, find: Callable[[str], Awaitable[Asking]]) -> Response:
+        """Finding out who is meant may take seconds: what is asked meanwhile waits, so that the last word holds."""
         endpoints = await _read(request)
-        return JSON({"results": await asyncio.gather(*(self._remove(endpoint) for endpoint in endpoints))})
+        async with self._turn:
+            found = await asyncio.gather(*(find(endpoint) for endpoint in endpoints))
+            asked = asyncio.gather(*(ask() for ask in found))
+        return JSON({"results": await asked})
 
     async def list(self, _: Request) -> Response:
         """With their state. One without a role is called, but has not said what it is; or it refused us."""
@@ -84,24 +96,22 @@ class PrefillEndpoints:
         same = (e for e, info in self._infos.items() if peer["name"] == info.name or peer["address"] == info.address)
         return next(same, peer.get("http", ""))
 
-    async def _add(self, endpoint: str) -> Result:
+    async def _find_to_add(self, endpoint: str) -> Asking:
         try:
             info = await fetch_info(endpoint)
-            if info.role not in PREFILL_ROLES:
-                return Result(endpoint=endpoint, ok=False, name=info.name, detail=f"is no prefill node: {info.role}")
-            self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
-            outcome = _only(await self._client.connect([info.address]))
         except PdError as e:
-            return Result(endpoint=endpoint, ok=False, detail=str(e))
-        return Result(endpoint=endpoint, ok=outcome.ok, name=info.name, detail="" if outcome.ok else outcome.detail)
+            return partial(_failed, endpoint, str(e))
+        if info.role not in PREFILL_ROLES:
+            return partial(_failed, endpoint, f"is no prefill node: {info.role}", info.name)
+        self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
+        return partial(_ask, endpoint, info.name, self._client.connect, info.address)
 
-    async def _remove(self, endpoint: str) -> Result:
+    async def _find_to_remove(self, endpoint: str) -> Asking:
         try:
             name, target = await self._target(endpoint)
-            outcome = _only(await self._client.disconnect([target]))
         except PdError as e:
-            return Result(endpoint=endpoint, ok=False, detail=str(e))
-        return Result(endpoint=endpoint, ok=outcome.ok, name=name, detail="" if outcome.ok else outcome.detail)
+            return partial(_failed, endpoint, str(e))
+        return partial(_ask, endpoint, name, self._client.disconnect, target)
 
     async def _target(self, endpoint: str) -> tuple[str, str]:
         """Name and bus address of whom an endpoint leads to, even if it no longer answers; or what was given, twice."""
@@ -123,6 +133,20 @@ async def _read(request: Request) -> list[str]:
         problem = f"endpoints: must hold 1 to {ENDPOINTS_MAX} addresses, got {len(body.endpoints)}"
         raise RequestError(problem, param="endpoints")
     return [endpoint.rstrip("/") for endpoint in body.endpoints]
+
+
+async def _failed(endpoint: str, detail: str, name: str = "") -> Result:
+    return Result(endpoint=endpoint, ok=False, name=name, detail=detail)
+
+
+async def _ask(
+    endpoint: str, name: str, ask: Callable[[Sequence[str]], Awaitable[tuple[Outcome, ...]]], target: str
+) -> Result:
+    try:
+        outcome = _only(await ask([target]))
+    except PdError as e:
+        return Result(endpoint=endpoint, ok=False, name=name, detail=str(e))
+    return Result(endpoint=endpoint, ok=outcome.ok, name=name, detail="" if outcome.ok else outcome.detail)
 
 
 def _only(outcomes: Any) -> Outcome:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.wire import Declared
+from pdbus.connector.layout import heads_of
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -68,6 +69,14 @@ def resolve_model(name_or_path: str) -> ResolvedModel:
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError("--model", f"{folder} has no tokenizer.json")
     return ResolvedModel(folder=str(folder), name=_served_name(name_or_path), config=config)
+
+
+def check_ranks(config: ModelConfig, ranks: int) -> None:
+    """Whether ranks can share the model. Raises ConfigError naming `--tp`."""
+    for name, count in (("attention heads", config.heads), ("channels of the feed-forward layers", config.ffn)):
+        if count % ranks:
+            raise ConfigError("--tp", f"{ranks} ranks cannot share the model's {count} {name} equally")
+    heads_of(config.kv_heads, ranks, 0)
 
 
 def _find_folder(name_or_path: str) -> Path:

@@ -11,11 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pdbus.nodes.engines.group import Group
 from pdbus.nodes.engines.linear import Linear
 
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import ModelConfig
 from .llama import BodyLayer, LastLayer, Weights
+from .shards import Shards
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -23,20 +25,31 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MakeLinear = Callable[[str, Tensor, Tensor | None], Linear]  # of a tensor's name, weight [out, in] and bias [out]
 
 
-def load_weights(folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str, make: MakeLinear) -> Weights:
-    """All weights of the model in `folder`. Raises ConfigError naming `--model` and the file or tensor at fault.
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    make: MakeLinear,
+    group: Group | None = None,
+) -> Weights:
+    """A rank's weights of the model in `folder`. Raises ConfigError naming `--model` and the file or tensor at fault.
+
+    Q, K, V, gate and up are cut by what comes out of them, heads and channels; what goes into out and down then is a
+    part, and so are their sums, which the ranks add. The head is cut by tokens. All else is on every rank.
 
     Never more is in memory than what stays and one matrix on its way: tensors are read, for pages of a mapped file
     would count until the process ends. Only the embedding of a CPU is mapped: few of its rows are ever used.
     """
     checkpoint = open_checkpoint(Path(folder))
     check_tensors(config, checkpoint)
-    source = _Source(checkpoint, dtype, device, make)
+    source = _Source(checkpoint, dtype, device, make, Shards(config, group or Group()))
     embed = source.mapped(EMBED) if device == "cpu" else source.get(EMBED)
     if config.tie_embeddings and device != "cpu":
-        head = make(EMBED, embed, None)
+        head = source.head(EMBED, embed)
     else:
-        head = source.linear("", [EMBED if config.tie_embeddings else HEAD])
+        name = EMBED if config.tie_embeddings else HEAD
+        head = source.head(name, source.get(name))
     return Weights(
         embed=embed,
         head=head,  # before the layers: the largest matrix on its way, while little stays
@@ -73,11 +86,14 @@ def _common(source: _Source, index: int) -> dict[str, Any]:
 
 
 class _Source:
-    """Tensors by name, from however many files, cast and moved as asked."""
+    """A rank's tensors by name, from however many files, cast and moved as asked."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, make: MakeLinear) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, make: MakeLinear, shards: Shards
+    ) -> None:
         self._checkpoint = checkpoint
         self._dtype, self._device, self._make = dtype, device, make
+        self._shards = shards
 
     def mapped(self, name: str) -> Tensor:
         """As stored, in pages of the file."""
@@ -86,23 +102,28 @@ class _Source:
         return tensor
 
     def get(self, name: str) -> Tensor:
+        """The whole tensor."""
         stored = self._checkpoint[name]
         data = torch.from_numpy(np.fromfile(stored.file, np.uint8, stored.size, offset=stored.offset))
         return data.view(STORED[stored.dtype]).view(stored.shape).to(device=self._device, dtype=self._dtype)
 
     def linear(self, prefix: str, names: Sequence[str], suffix: str = "", bias: str = "") -> Linear:
-        """The linear of the weights `prefix` + name + `suffix` under each other, their biases likewise."""
+        """The linear of this rank's part of the weights `prefix` + name + `suffix` under each other, their biases
+        likewise."""
         weights = [prefix + name + suffix for name in names]
         biases = self._stacked([prefix + name + bias for name in names]) if bias else None
-        return self._make(weights[0], self._stacked(weights), biases)
+        return self._shards.linear(weights[0], self._make(weights[0], self._stacked(weights), biases))
+
+    def head(self, name: str, weight: Tensor) -> Linear:
+        return self._shards.head(self._make(name, self._shards.head_part(weight), None))
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
-        """The rows of several tensors under each other."""
+        """The rows of several tensors' parts under each other."""
         if len(names) == 1:
-            return self.get(names[0])
-        rows = [self._checkpoint[name].shape[0] for name in names]
-        shape = (sum(rows), *self._checkpoint[names[0]].shape[1:])
-        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+            return self._shards.part(names[0], self.get(names[0]))
+        shapes = [self._shards.part(n, torch.empty(self._checkpoint[n].shape, device="meta")).shape for n in names]
+        rows = [shape[0] for shape in shapes]
+        stacked = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         for name, part in zip(names, torch.split(stacked, rows), strict=True):
-            part.copy_(self.get(name))
+            part.copy_(self._shards.part(name, self.get(name)))
         return stacked

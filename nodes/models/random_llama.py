@@ -16,9 +16,10 @@ from .cache import new_folder
 from .checkpoint import expected_tensors
 from .config import parse_config
 
-Size = Literal["58m", "tiny"]
+Size = Literal["58m", "tiny", "tiny6"]
 SEED = 0
-# The tiny one's weights are larger, so that its logits lie well apart and its tokens depend on the whole prompt.
+# The tiny ones' weights are larger, so that logits lie well apart and tokens depend on the whole prompt. Two or three
+# ranks can share tiny6, but for its tokens.
 SIZES: dict[Size, dict[str, Any]] = {
     "58m": {
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -28,6 +29,11 @@ SIZES: dict[Size, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384, "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+    },
+    "tiny6": {
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 12,
+        "num_key_value_heads": 6, "head_dim": 16, "vocab_size": 385, "max_position_embeddings": 1024,
         "initializer_range": 0.2,
     },
 }  # fmt: skip

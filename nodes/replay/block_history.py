@@ -81,7 +81,9 @@ class BlockHistory:
 
     def _read(self, read: ev.StartRead) -> None:
         if self._block in read.target:
-            self._reads[read.read] = f"block {read.source[read.target.index(self._block)]} of {read.peer.split('/')[0]}"
+            place = read.begin // self._size + read.target.index(self._block)
+            first, end = max(read.begin, place * self._size), min(read.end, (place + 1) * self._size)
+            self._reads[read.read] = f"tokens {first} to {end - 1} of {read.peer.split('/')[0]}"
             self._tell(f"read {read.read} begins", f"request {read.request.hex()}: {self._reads[read.read]} into it")
 
     def _sent(self, message: Any) -> None:

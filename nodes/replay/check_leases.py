@@ -99,7 +99,7 @@ class LeaseCheck(Check):
 
     def _begins(self, turn: Turn, key: Key, lease: LeaseId) -> None:
         generation = lease.generation
-        if before := self.held.get(key) or self._over.get(key):
+        if before := self.held.get(key) or self._remembered(turn, key):
             was = before.lease.generation
             self.report(turn, ONE_LEASE, f"{_name(key)} is granted lease {generation} after lease {was}")
         if generation <= self._generation:
@@ -259,6 +259,11 @@ class LeaseCheck(Check):
             self._advertised = len(self.held)
 
     # ------------------------------------------------------------ words
+
+    def _remembered(self, turn: Turn, key: Key) -> Over | None:
+        """A lease that has ended, unless its node may have forgotten it."""
+        over = self._over.get(key)
+        return over if over and turn.now_ns - over.ended_ns < self._config.tombstone_ns else None
 
     def _is_older(self, lease: LeaseId) -> bool:
         """Than what is heard: nothing is known of it."""

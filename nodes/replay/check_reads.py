@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdbus.bus.messages import (
+    Hello,
     LeaseId,
     LeaseReleased,
     LeaseRenewed,
@@ -17,6 +18,7 @@ from pdbus.bus.messages import (
     PrefillRequest,
     TransferDone,
     TryId,
+    Welcome,
 )
 from pdbus.bus.wire import unpack_u32
 
@@ -44,7 +46,7 @@ class Attempt:
     prompt_tokens: int
     hashes: tuple[bytes, ...]
     lease: LeaseId | None = None
-    posted: int = 0  # blocks
+    posted: int = 0  # tokens up to which reads were posted, or that were here before
     open: dict[int, None] = field(default_factory=dict)  # reads
     brought: dict[int, int] = field(default_factory=dict)  # block -> its place in the prompt
     claimed: bool = False
@@ -70,6 +72,7 @@ class ReadCheck(Check):
         self._hashes: dict[bytes, tuple[bytes, ...]] = {}
         self._attempts: dict[bytes, list[Attempt]] = {}  # of requests that have not ended, the present one last
         self._late: dict[int, Life] = {}  # reads that are doubtful: of whom
+        self._sizes: dict[Life, int] = {}  # of the blocks of other nodes, in tokens
         self.events = {
             ev.GenerateAsked: self._asked,
             ev.MessageCame: self._came,
@@ -109,6 +112,7 @@ class ReadCheck(Check):
             message.have,
             message.prompt_tokens,
             self._hashes.get(try_.request, ()),
+            posted=message.have,
         )
         if any(a.try_.attempt >= try_.attempt or a.to == effect.to for a in attempts):
             self.report(turn, ONE_SOURCE, f"{new.name} comes after {attempts[-1].name}")
@@ -130,8 +134,8 @@ class ReadCheck(Check):
         attempt = attempts[-1]
         self._check_source(turn, effect, attempt)
         self._check_target(turn, effect, attempt)
-        self.open[effect.read] = OpenRead(attempt, effect.target, attempt.have // self._blocks.size + attempt.posted)
-        attempt.posted += len(effect.target)
+        self.open[effect.read] = OpenRead(attempt, effect.target, effect.begin // self._blocks.size)
+        attempt.posted = effect.end
         attempt.open[effect.read] = None
 
     def _check_source(self, turn: Turn, effect: ev.StartRead, attempt: Attempt) -> None:
@@ -143,7 +147,11 @@ class ReadCheck(Check):
         if attempt.lease not in (None, lease):
             self.report(turn, ONE_SOURCE, f"{read} is of lease {lease.generation}, the ones before of another")
         attempt.lease = lease
-        if tuple(announced[attempt.posted : attempt.posted + len(effect.source)]) != effect.source:
+        if effect.begin != attempt.posted or len(effect.target) != _blocks(effect, self._blocks.size):
+            self.report(turn, ONE_SOURCE, f"{read} is of tokens {effect.begin} to {effect.end}, after {attempt.posted}")
+        size = self._sizes.get((attempt.to, attempt.to_inc), self._blocks.size)
+        first = effect.begin // size - attempt.have // size
+        if tuple(announced[first : first + _blocks(effect, size)]) != effect.source:
             self.report(turn, ONE_SOURCE, f"{read} reads other blocks than were announced")
         if effect.peer != peer_key(attempt.to, attempt.to_inc, lease.epoch):
             self.report(turn, ONE_SOURCE, f"{read} goes to {effect.peer}, not to the lease's agent")
@@ -218,6 +226,9 @@ class ReadCheck(Check):
 
     def _came(self, turn: Turn, event: ev.MessageCame[Any]) -> None:
         message = event.message
+        hello = message.hello if isinstance(message, Welcome) else message
+        if isinstance(hello, Hello) and hello.geometry is not None:
+            self._sizes[event.header.from_, event.header.from_inc] = hello.geometry.block_size
         if not isinstance(message, LeaseReleased) or not message.valid:
             return
         attempt = self._present(message.try_)
@@ -230,6 +241,11 @@ class ReadCheck(Check):
             if isinstance(self._blocks.content.get(block), Read):
                 whole = (index + 1) * self._blocks.size <= attempt.prompt_tokens
                 self._blocks.content[block] = attempt.hashes[index] if whole else Part(message.try_.request)
+
+
+def _blocks(read: ev.StartRead, size: int) -> int:
+    """How many blocks hold the tokens that are read."""
+    return -(-read.end // size) - read.begin // size
 
 
 def _announcement(turn: Turn, try_: TryId) -> tuple[LeaseId | None, Sequence[int]]:

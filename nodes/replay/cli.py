@@ -15,12 +15,12 @@ from ..values import addresses, duration
 
 FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
 
-replay = group("Look into recordings, replay workloads.")
+replay = group("Look into recordings, replay workloads, explore what could happen.")
 
 
 @replay.callback()
 def _replay() -> None:
-    """Look into recordings, replay workloads."""
+    """Look into recordings, replay workloads, explore what could happen."""
 
 
 @replay.command()
@@ -57,6 +57,36 @@ def verify(
         block=named("--block", block),
     )
     raise typer.Exit(code)
+
+
+@replay.command()
+def explore(
+    *,
+    prefill: Annotated[int, typer.Option(min=1, max=3, metavar="N", help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=2, metavar="N", help="Decode nodes.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, max=3, metavar="N", help="Requests.")] = 1,
+    blocks: Annotated[int, typer.Option(min=1, max=4, metavar="N", help="KV blocks of a prompt, a chunk each.")] = 1,
+    faults: Annotated[int, typer.Option(min=0, max=9, metavar="N", help="At most so many things go wrong.")] = 1,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Which: drop, duplicate, expiry, read, step, crash, restart, worker, mover.",
+            show_default="all",
+        ),
+    ] = "",
+    cancel: Annotated[bool, typer.Option(help="The first request may be cancelled at any moment.")] = True,
+    runs: Annotated[int, typer.Option(min=0, metavar="N", help="Random runs instead of every state.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the first random run.")] = 1,
+    states_max: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after so many states.")] = 20_000_000,
+    record: Annotated[Path, typer.Option(metavar="DIR", help="Where a violation is recorded.")] = Path("explored"),
+) -> None:
+    """Go through every order of events of a few nodes and requests. Exit status 1: a rule was broken."""
+    from .explore.command import Extent, run_explore
+    from .explore.scenario import Scenario, kinds_of
+
+    scenario = Scenario(prefill, decode, requests, blocks, faults, kinds_of(kinds), cancel)
+    raise typer.Exit(run_explore(scenario, Extent(states_max, runs, seed), record))
 
 
 Source = Annotated[

@@ -11,6 +11,7 @@ from typing import Any
 from pdbus.bus.membership import Membership
 from pdbus.bus.recording_part import RawRecord
 from pdbus.bus.wire import encode, encode_all, to_plain
+from pdbus.connector.readable import unreadable
 
 from .. import events as ev
 from ..core import NodeCore
@@ -30,7 +31,7 @@ class Diverged(Exception):
 
 class Rerun:
     def __init__(self, began: CoreBegan) -> None:
-        self.core = NodeCore(began.core, Membership(began.membership))
+        self.core = NodeCore(began.core, Membership(began.membership, unreadable))
 
     def turn(self, raw: RawTurn, *, cut: bool) -> Turn:
         """The turn, run again. `cut`: the recording may have lost the end of it. Raises Diverged, and Unreadable for

@@ -156,10 +156,13 @@ def free_ports(count: int) -> int:
             return port
 
 
+L = TypeVar("L", bound=Lone)
+
+
 @contextmanager
-def lone_nodes() -> Iterator[Lone]:
+def lone_nodes(kind: type[L] = Lone) -> Iterator[L]:  # type: ignore[assignment]
     with asyncio.Runner() as runner:
-        lone = Lone(runner)
+        lone = kind(runner)
         try:
             yield lone
         finally:

@@ -69,7 +69,10 @@ def complaint(options: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 
 SETTINGS = [
-    ([*CODED[:2], "--kv-memory", "1TiB"], "--kv-memory: the KV cache needs 1048576 MiB, but only "),
+    ([*CODED[:2], "--kv-memory", "1TiB"], "--kv-memory: the KV cache needs 10485"),
+    ([*CODED, "--tp", "3"], "--tp: 3 ranks cannot share 2 KV heads; neither number divides the other"),
+    ([*CODED, "--tp", "0"], "--tp: 0 is out of range; give a whole number from 1 to 128"),
+    ([*CODED, "--kv-layout", "nhd"], "--kv-layout: 'nhd' is not known; give native, NHD or HND"),
     ([*CODED, "--cpus", "4000"], "--cpus: core 4000 cannot be used here; there are "),
     ([*CODED, "--max-model-len", "2000"], "--max-model-len: 2000 tokens do not fit into 64 KV blocks of 16: "),
     (

@@ -51,7 +51,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pd frobnicate", "pd: No such command 'frobnicate'."),
         ("pd bench transfer --sizes 1MiB,huge", "pd: --sizes: 'huge' will not do; give a size"),
         ("pd-replay show", "pd-replay: Missing argument 'REQUEST'."),
-        ("pd-replay show ab /nowhere.pdrec", "pd-replay: /nowhere.pdrec: cannot be read: No such file"),
+        ("pd-replay show ab /nowhere.mcap", "pd-replay: /nowhere.mcap: cannot be read: No such file"),
+        ("pd-replay explore --kinds drop,flood", "pd-replay: --kinds: 'flood' is not known; give drop, duplicate,"),
+        ("pd-replay explore --requests 9", "pd-replay: Invalid value for '--requests'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -11,7 +11,7 @@ import pytest
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes.models.demo import fetch_demo_model
 
-pytestmark = [pytest.mark.live, pytest.mark.model, pytest.mark.long]
+pytestmark = [pytest.mark.live, pytest.mark.model, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_the_demo_holds_what_it_promises() -> None:

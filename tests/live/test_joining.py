@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,30 @@ def test_a_removed_endpoint_serves_its_last_lease_and_stays_removed(lone: Lone, 
     assert prefilled_by(lone, d) == ""
     assert lone.ask(p, lambda client: client.connect([d.address]))[0].detail.startswith("removed here by an operator")
     assert only(lone.listed(d), "state") == ("removed",)
+
+
+@pytest.mark.parametrize("last", ["connect", "disconnect"])
+def test_the_last_command_holds_though_both_are_heard_at_once(
+    lone: Lone, p: NodeProcess, d: NodeProcess, last: str
+) -> None:
+    """As by a node that goes on after a pause. Joining takes longer than removing, and must not end after it."""
+    lone.add(d, p.http)
+    commands = ["disconnect", "connect"] if last == "connect" else ["connect", "disconnect"]
+
+    async def scene() -> None:
+        async with Client(d.address) as client:
+            d.signal(signal.SIGSTOP)
+            try:
+                asked = [asyncio.ensure_future(getattr(client, command)([p.address])) for command in commands]
+                await asyncio.wait(asked, timeout=0)
+            finally:
+                d.signal(signal.SIGCONT)
+            await asyncio.gather(*asked)
+            state = {"connect": "up", "disconnect": "removed"}[last]
+            await until(lambda: matching(client, {"name": "p", "state": state}))
+
+    lone.run(scene())
+    assert only(lone.listed(d), "state") == ({"connect": "up", "disconnect": "removed"}[last],)
 
 
 def test_an_endpoint_may_be_removed_by_name_or_bus_address_too(lone: Lone, p: NodeProcess, d: NodeProcess) -> None:

@@ -16,14 +16,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import psutil
 import pytest
 
 from pdbus.bus.errors import Broken
+from pdbus.bus.hashing import prompt_digest
+from pdbus.bus.messages import Agent
 from pdbus.bus.wire import pack_u32, replace
-from pdbus.connector.apply import pair as match
-from pdbus.connector.apply import permute, scratch_runs
 from pdbus.connector.ipc import (
     Advertise,
     FromMover,
@@ -34,20 +33,15 @@ from pdbus.connector.ipc import (
     ProbeMover,
     Read,
     ReadEnded,
-    ReadRuns,
     StopMover,
     ToMover,
 )
-from pdbus.connector.layout import geometry_for, layout_of
+from pdbus.connector.layout import layout_of
 from pdbus.connector.loopback import Fabric, LoopbackAgent
-from pdbus.connector.mover import SLICE_BYTES_MAX, Mover
-from pdbus.connector.plan import plan
+from pdbus.connector.mover import Mover
 from pdbus.connector.process import Exit
-from pdbus.connector.runs import pack
-from pdbus.nodes.bench.movers import LiveMover, Movers
-from pdbus.nodes.engines.coded import coded_cells
-
-from tests.kv_memory import read_cells, write_cells
+from pdbus.connector.reading import SLICE_BYTES_MAX
+from pdbus.nodes.bench.movers import LiveMover, Movers, plain_blocks
 
 BLOCK_BYTES = 64 << 10
 BLOCKS = 512
@@ -82,8 +76,8 @@ class LoopbackSide:
     def __init__(self, fabric: Fabric, name: str) -> None:
         self.agent_name = name
         self.memory = memoryview(bytearray(SLAB_BYTES))
-        self.agent = LoopbackAgent(fabric, name, self.memory, BLOCK_BYTES)
-        self.mover = Mover(self.agent, SLAB_BYTES, BLOCK_BYTES)
+        self.agent = LoopbackAgent(fabric, name, self.memory)
+        self.mover = Mover(self.agent, self.memory, layout_of(plain_blocks(BLOCK_BYTES), BLOCKS))
         self.heard: list[FromMover] = []
 
     def say(self, message: ToMover) -> None:
@@ -98,10 +92,12 @@ class LoopbackSide:
         raise AssertionError(f"no {kind.__name__}")
 
     def as_peer(self) -> PeerAdd:
-        return PeerAdd(
-            peer=self.agent_name, agent_name=self.agent_name, metadata=self.agent.metadata,
-            base_address=0, region_bytes=SLAB_BYTES, block_bytes=BLOCK_BYTES,
+        metadata = self.agent.metadata
+        agent = Agent(
+            epoch=1, name=self.agent_name, metadata=metadata, metadata_digest=prompt_digest(metadata),
+            region_bytes=SLAB_BYTES, blocks=BLOCKS,
         )  # fmt: skip
+        return PeerAdd(peer=self.agent_name, geometry=plain_blocks(BLOCK_BYTES), agents=(agent,))
 
 
 class LoopbackRig:
@@ -232,7 +228,8 @@ def block_of(side: Side, block: int) -> bytes:
 def read(reader: Side, owner: Side, source: list[int], target: list[int]) -> int:
     """Ask for a read; its number."""
     number = next(_numbers)
-    reader.say(Read(read=number, peer=owner.agent_name, source=pack_u32(source), target=pack_u32(target)))
+    packed = {"source": pack_u32(source), "target": pack_u32(target)}
+    reader.say(Read(read=number, peer=owner.agent_name, begin=0, end=len(source), **packed))
     return number
 
 
@@ -291,8 +288,7 @@ def test_many_reads_at_once_end_once_each(pair: tuple[Side, Side]) -> None:
         ([BLOCKS], [0], "source block 512"),
         ([0], [BLOCKS], "target block 512"),
         ([0], [(1 << 32) - 1], "target block 4294967295"),
-        ([0, 1], [0], "2 source blocks for 1"),
-        ([], [], "0 source blocks"),
+        ([0, 1], [0], "1 target blocks of 1 for tokens 0 to 2"),
         ([1, 2], [5, 5], "named twice"),
     ],
 )
@@ -307,7 +303,7 @@ def test_impossible_read_is_refused(pair: tuple[Side, Side], source: list[int], 
 
 def test_read_from_a_stranger_is_refused(pair: tuple[Side, Side]) -> None:
     _, reader = pair
-    reader.say(Read(read=next(_numbers), peer="nobody", source=pack_u32([0]), target=pack_u32([0])))
+    reader.say(Read(read=next(_numbers), peer="nobody", begin=0, end=1, source=pack_u32([0]), target=pack_u32([0])))
     ended = reader.hear(ReadEnded)
     assert "nobody" in ended.problem and not ended.posted
 
@@ -315,30 +311,43 @@ def test_read_from_a_stranger_is_refused(pair: tuple[Side, Side]) -> None:
 @pytest.mark.parametrize("metadata", [b"", b"\x00" * 300, b"garbage", b"nixlSerDes|" + bytes(range(256))])
 def test_garbage_metadata_refuses_the_peer_and_hurts_nobody(pair: tuple[Side, Side], metadata: bytes) -> None:
     owner, reader = pair
-    reader.say(
-        PeerAdd(
-            peer="bad", agent_name="bad", metadata=metadata,
-            base_address=4096, region_bytes=SLAB_BYTES, block_bytes=BLOCK_BYTES,
-        )
+    agent = Agent(
+        epoch=1, name="bad", metadata=metadata, metadata_digest=prompt_digest(metadata),
+        base_address=4096, region_bytes=SLAB_BYTES, blocks=BLOCKS,
     )  # fmt: skip
+    reader.say(PeerAdd(peer="bad", geometry=plain_blocks(BLOCK_BYTES), agents=(agent,)))
     added = reader.hear(PeerAdded)
     assert added.peer == "bad" and added.problem
     read(reader, owner, [1], [1])
     assert reader.hear(ReadEnded).problem == ""
 
 
-def test_peer_with_other_blocks_is_refused(pair: tuple[Side, Side]) -> None:
-    owner, reader = pair
-    reader.say(replace(owner.as_peer(), peer="other", agent_name="other", block_bytes=BLOCK_BYTES * 2))
-    assert reader.hear(PeerAdded).problem == f"block_bytes: theirs {BLOCK_BYTES * 2}, ours {BLOCK_BYTES}"
+def other(peer: PeerAdd, **changes: Any) -> PeerAdd:
+    """The same under another name, and with other words of its agent."""
+    return replace(peer, peer="other", agents=tuple(replace(agent, **changes) for agent in peer.agents))
 
 
-def test_metadata_of_another_agent_is_refused(pair: tuple[Side, Side]) -> None:
-    """Reading from the wrong agent would succeed, and bring the wrong bytes."""
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"metadata": b"flipped"}, "does not match its digest"),
+        ({"name": "other"}, ""),  # reading from the wrong agent would succeed, and bring the wrong bytes
+        ({"rank": 1}, "agents of ranks 1, but its hello said tp 1"),
+        ({"blocks": 0}, "the agent of rank 0 has 0 blocks"),
+        ({"blocks": BLOCKS + 1}, "but its region has"),
+        ({"layout": {"block_size": 2}}, "says block_size 2, its hello 1"),
+        ({"layout": {"block_stride": BLOCK_BYTES - 1}}, "bytes apart overlap"),
+        ({"layout": {"block_stride": -BLOCK_BYTES}}, "is negative"),
+        ({"layout": {"starts": (BLOCK_BYTES,)}}, "the last byte is number"),
+    ],
+)
+def test_agent_that_cannot_be_is_refused(pair: tuple[Side, Side], changes: dict[str, Any], reason: str) -> None:
     owner, reader = pair
-    reader.say(replace(owner.as_peer(), peer="other", agent_name="other"))
+    if "layout" in changes:
+        changes = {"layout": replace(layout_of(plain_blocks(BLOCK_BYTES), BLOCKS), **changes["layout"])}
+    reader.say(other(owner.as_peer(), **changes))
     added = reader.hear(PeerAdded)
-    assert added.peer == "other" and added.problem
+    assert added.peer == "other" and added.problem and reason in added.problem
     read(reader, owner, [3], [4])
     assert reader.hear(ReadEnded).problem == ""
     assert_only(reader, {4: 3})
@@ -368,116 +377,11 @@ def test_removed_peer_is_a_stranger_and_others_stay(rig: Rig, pair: tuple[Side, 
     assert_only(reader, {0: 77, 6: 5})
 
 
-# ---------------------------------------------------------------- the contract: runs of bytes
-
-
-def read_runs(reader: Side, owner: Side, runs: list[tuple[int, int, int]]) -> int:
-    """Ask for (source, target, length) each; the read's number."""
-    number = next(_numbers)
-    source, target, length = (pack(run[i] for run in runs) for i in range(3))
-    reader.say(ReadRuns(read=number, peer=owner.agent_name, source=source, target=target, length=length))
-    return number
-
-
-def expected_after(owner: Side, runs: list[tuple[int, int, int]]) -> bytes:
-    expected = bytearray([POISON]) * SLAB_BYTES
-    for source, target, length in runs:
-        expected[target : target + length] = owner.memory[source : source + length]
-    return bytes(expected)
-
-
-@pytest.mark.parametrize("count", [1, 2, 500, 2_500])
-def test_runs_bring_exactly_their_bytes(pair: tuple[Side, Side], count: int) -> None:
-    """Odd lengths at odd places on both sides; 2,500 are several slices."""
+def test_nothing_to_read_ends_at_once(pair: tuple[Side, Side]) -> None:
     owner, reader = pair
-    chosen = random.Random(count)
-    step = SLAB_BYTES // count
-    places = chosen.sample(range(count), count)
-    runs = [
-        (chosen.randrange(SLAB_BYTES - 9_999), place * step + 1, chosen.randint(1, min(step - 1, 9_999)))
-        for place in places
-    ]
-    number = read_runs(reader, owner, runs)
+    number = read(reader, owner, [], [])
     ended = reader.hear(ReadEnded)
-    assert (ended.read, ended.problem, ended.posted) == (number, "", True)
-    assert ended.bytes == sum(length for _, _, length in runs)
-    assert bytes(reader.memory) == expected_after(owner, runs)
-
-
-def test_run_longer_than_a_slice(pair: tuple[Side, Side]) -> None:
-    owner, reader = pair
-    runs = [(5, 3, SLICE_BYTES_MAX + 12_345)]
-    read_runs(reader, owner, runs)
-    assert reader.hear(ReadEnded).problem == ""
-    assert bytes(reader.memory) == expected_after(owner, runs)
-
-
-@pytest.mark.parametrize(
-    ("runs", "reason"),
-    [
-        ([(SLAB_BYTES, 0, 1)], f"source run {SLAB_BYTES} + 1 in a region of {SLAB_BYTES} bytes"),
-        ([(0, SLAB_BYTES - 1, 2)], f"target run {SLAB_BYTES - 1} + 2"),
-        ([(0, 0, (1 << 64) - 1)], "source run 0 + 18446744073709551615"),
-        ([((1 << 64) - 8, 0, 16)], "source run 18446744073709551608 + 16"),
-        ([(0, 0, 8), (64, 7, 8)], "two target runs overlap"),
-        ([(0, 0, 8), (64, 32, 0)], "a run is empty"),
-        ([], "0 sources, 0 targets and 0 lengths"),
-    ],
-)
-def test_impossible_runs_are_refused(pair: tuple[Side, Side], runs: list[tuple[int, int, int]], reason: str) -> None:
-    owner, reader = pair
-    number = read_runs(reader, owner, runs)
-    ended = reader.hear(ReadEnded)
-    assert ended.read == number and reason in ended.problem and not ended.posted
-    assert_only(reader, {})
-
-
-def test_runs_that_are_no_arrays_are_refused(pair: tuple[Side, Side]) -> None:
-    owner, reader = pair
-    for source, length, reason in ((b"1234567", pack([1]), "no list of u64"), (pack([0, 1]), pack([1]), "2 sources")):
-        message = ReadRuns(
-            read=next(_numbers), peer=owner.agent_name, source=source, target=pack([0]), length=length
-        )  # fmt: skip
-        reader.say(message)
-        assert reason in reader.hear(ReadEnded).problem
-
-
-def test_peer_with_other_blocks_is_read_by_runs_only(rig: Rig, pair: tuple[Side, Side]) -> None:
-    _, reader = pair
-    other = rig.start()
-    other.say(reader.as_peer())
-    reader.say(replace(other.as_peer(), block_bytes=0))
-    assert reader.hear(PeerAdded).problem == ""
-    other.memory[:8] = b"runs too"
-    read_runs(reader, other, [(0, 100, 8)])
-    assert reader.hear(ReadEnded).problem == ""
-    assert bytes(reader.memory[99:109]) == b"\xeeruns too\xee"
-    read(reader, other, [0], [0])
-    assert reader.hear(ReadEnded).problem == "source block 0, but the peer has 0"
-
-
-def test_plan_between_unlike_layouts_through_the_mover(pair: tuple[Side, Side]) -> None:
-    """NHD to HND of half the heads: read in runs into the end of our own region, and permuted there."""
-    owner, reader = pair
-    model = geometry_for(layers=2, kv_heads=4, head_dim=32, block_size=16, dtype="float32")
-    there = layout_of(replace(model, layout="nhd"), blocks=64)
-    here = layout_of(replace(model, layout="hnd"), blocks=64, ranks=2, rank=1)
-    cells = coded_cells(model, range(40))
-    write_cells(np.frombuffer(owner.memory, np.uint8), there, [9, 4, 60], cells)
-    whole = plan([there], here, reader=1)
-    (rank,) = whole.ranks
-    pairing = match(whole, 0, 0, 40, [9, 4, 60], [7, 8, 1])
-    scratch_at = SLAB_BYTES - 3 * rank.scratch_bytes
-    runs = scratch_runs(rank, pairing)
-    reader.say(
-        ReadRuns(
-            read=next(_numbers), peer=owner.agent_name,
-            source=pack(runs.source), target=pack(runs.target + np.uint64(scratch_at)), length=pack(runs.length),
-        )
-    )  # fmt: skip
-    assert reader.hear(ReadEnded).problem == ""
-    permute(whole, rank, pairing, reader.memory[scratch_at:], reader.memory)
-    assert np.array_equal(read_cells(np.frombuffer(reader.memory, np.uint8), here, [7, 8, 1], 40), cells[:, :, :, 2:])
+    assert (ended.read, ended.problem, ended.posted, ended.bytes) == (number, "", False, 0)
 
 
 # ---------------------------------------------------------------- real processes only
@@ -527,7 +431,7 @@ def test_owner_outlives_a_killed_reader_or_says_how_it_died(live: LiveRig) -> No
 @pytest.mark.live
 def test_region_that_the_metadata_does_not_hold_is_refused(live: LiveRig) -> None:
     owner, reader = live.start(), live.start()
-    reader.say(replace(owner.as_peer(), region_bytes=2 * SLAB_BYTES))
+    reader.say(other(owner.as_peer(), region_bytes=2 * SLAB_BYTES))
     assert "region" in reader.hear(PeerAdded).problem
     reader.say(ProbeMover(probe=1))
     assert reader.hear(MoverAlive).reads == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdbus.bus.client import Client
 
-from .conftest import Answered, Live, answer
+from .conftest import Answered, Live, answer, live_cluster
 
 pytestmark = pytest.mark.live
 
@@ -46,6 +47,18 @@ def test_with_blocks_already_on_the_decode_node(deterministic: Live, warm_blocks
     here, there = deterministic.both_answer(whole, max_tokens=16, ignore_eos=True)
     assert_same(here, there)
     assert here.finished.cached_tokens == warm_blocks * B
+
+
+def test_with_blocks_of_other_size_and_order_on_each_node(tiny_llama: Path) -> None:
+    """Where KV lies changes no bit of what is computed from it."""
+    options = {"model": str(tiny_llama), "deterministic": True, "kv_blocks": 256, "prefill_chunk": 64}
+    roles = {"prefill": {"block_size": 64, "kv_layout": "NHD"}, "decode": {"block_size": 8, "kv_layout": "HND"}}
+    with live_cluster(options=options, role_options=roles) as live:
+        for length in LENGTHS:
+            here, there = live.both_answer(prompt(length, salt=60), max_tokens=12, ignore_eos=True, **SEEDED)
+            assert_same(here, there)
+            assert here.finished.timeline.remote
+        live.check_clean()
 
 
 def test_with_the_prefill_nodes_cache_warm(deterministic: Live) -> None:

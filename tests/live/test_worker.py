@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared, pack_u32, replace
@@ -53,8 +52,7 @@ class Worker:
         self.args = args
         self.slab = slab
         self.said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        self.context = zmq.Context()
-        self.channel = ControlChannel(self.context, args.endpoint, FromWorker, self.said.put_nowait)
+        self.channel = ControlChannel(args.endpoint, FromWorker, self.said.put_nowait)
         self.ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.child: Child
 
@@ -80,7 +78,6 @@ class Worker:
     async def close(self) -> None:
         await self.child.stop(lambda: self.channel.send(StopWorker()), 5.0)
         self.channel.close()
-        self.context.term()
 
 
 @asynccontextmanager
@@ -223,7 +220,7 @@ def test_the_worker_keeps_to_its_cores() -> None:
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """A control process killed with -9 must leave no worker behind."""
     program = """
-import asyncio, sys, zmq
+import asyncio, sys
 from pdbus.connector.channel import ControlChannel
 from pdbus.connector.ipc import FromWorker, WorkerArgs
 from pdbus.connector.process import spawn
@@ -235,8 +232,7 @@ async def main():
     geometry = coded_geometry(4)
     slab = Slab.create(geometry.block_bytes)
     said = asyncio.Queue()
-    context = zmq.Context()
-    channel = ControlChannel(context, sys.argv[1], FromWorker, said.put_nowait)
+    channel = ControlChannel(sys.argv[1], FromWorker, said.put_nowait)
     args = WorkerArgs(endpoint=sys.argv[1], slab_path=slab.path, slab_bytes=slab.size_bytes, blocks=1,
                       geometry=geometry, engine="coded", model="")
     child = await spawn("pdbus.nodes.worker", args, on_exit=print)
@@ -246,9 +242,7 @@ async def main():
 
 asyncio.run(main())
 """
-    control = subprocess.Popen(
-        [sys.executable, "-c", program, f"ipc://{tmp_path}/w"], stdout=subprocess.PIPE, text=True
-    )
+    control = subprocess.Popen([sys.executable, "-c", program, f"{tmp_path}/w"], stdout=subprocess.PIPE, text=True)
     assert control.stdout is not None
     worker = os.pidfd_open(int(control.stdout.readline()))
     control.kill()

@@ -281,6 +281,7 @@ class AnyPrefillNode(RuleBasedStateMachine):
             incarnation=inc,
             epoch=1,
             link="l",
+            source_size=SIZE,
             prompt_tokens=PROMPT,
             have=have,
             prompt_digest=b"x",

@@ -23,10 +23,13 @@ from pdbus.bus.messages import (
     StalePeer,
     Welcome,
 )
-from pdbus.bus.wire import Header
+from pdbus.bus.wire import Header, replace
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 from tests.fake_net import Net, Node, S
 
+GEOMETRY = geometry_for(1, 1, 4, 16, "float32")
 OWN = b"own"
 NAMES = ("p", "q", "me", "")
 INCARNATIONS = (b"1", b"2", OWN, b"")
@@ -37,7 +40,7 @@ hellos = st.builds(
     Hello,
     role=st.sampled_from(["prefill", "decode", "both", "tool"]),
     address=st.sampled_from(ADDRESSES),
-    geometry=st.sampled_from([None, Geometry(layers=1), Geometry(layers=2)]),
+    geometry=st.sampled_from([None, GEOMETRY, replace(GEOMETRY, layers=2), Geometry()]),
     epoch=st.integers(0, 3),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
@@ -82,8 +85,10 @@ events: st.SearchStrategy[ms.MembershipEvent] = st.one_of(
 
 
 def machine() -> Membership:
-    hello = Hello(role="both", address="tcp://me:1", geometry=Geometry(layers=1))
-    return Membership(ms.MembershipConfig(name="me", incarnation=OWN, hello=hello, peers_max=2, retired_max=2))
+    hello = Hello(role="both", address="tcp://me:1", geometry=GEOMETRY)
+    return Membership(
+        ms.MembershipConfig(name="me", incarnation=OWN, hello=hello, peers_max=2, retired_max=2), unreadable
+    )
 
 
 def seen(m: Membership) -> Any:
@@ -146,6 +151,19 @@ def test_whatever_comes_the_rules_hold(steps: list[tuple[ms.MembershipEvent, int
             assert not changed or isinstance(event, ms.HelloReceived | ms.WelcomeReceived)
             assert incarnation not in (OWN, b"")
         assert {p.name for p in m.peers()} <= set(watch.up)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(events, st.sampled_from((0, 1, 4, 61, 130))), max_size=25))
+def test_no_tick_leaves_a_deadline_in_the_past(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
+    """It would spin, at a full core: after a long pause of ours, say, or when a peer is back after a minute."""
+    m, now = machine(), 0
+    for event, seconds in steps:
+        now += seconds * S
+        m.handle(event, now)
+        m.handle(ms.Tick(), now)
+        due = m.next_deadline()
+        assert due is None or due > now
 
 
 @settings(max_examples=200, deadline=None)

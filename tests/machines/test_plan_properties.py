@@ -10,9 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdbus.bus.messages import KVLayout
 from pdbus.bus.wire import replace
 from pdbus.connector.apply import direct_runs, pair, scratch_runs
-from pdbus.connector.layout import DTYPE_BYTES, PARTS, KVLayout, blocks_for, fault, heads_of
+from pdbus.connector.layout import DTYPE_BYTES, PARTS, blocks_for, fault, heads_of, offset, row_bytes
 from pdbus.connector.plan import RUN_BYTES_MIN, RankPlan, TransferPlan, plan
 
 from tests.kv_memory import POISON, copy_runs, move
@@ -41,7 +42,7 @@ def arranged(random: Random, base: KVLayout) -> KVLayout:
     }  # fmt: skip
     order = list(counts)
     random.shuffle(order)
-    size, stride = base.row_bytes, {}
+    size, stride = row_bytes(base), {}
     for name in order:
         size += random.choice((0, 0, 0, 1, 8))
         stride[name] = size
@@ -117,9 +118,9 @@ def mapping(case: Case, chosen: TransferPlan) -> dict[int, list[tuple[int, int, 
                 for token in range(start, end):
                     from_block = case.source_table[token // source.block_size]
                     to_block = case.target_table[token // size]
-                    at = source.offset(from_block, there, part, held, token % source.block_size)
-                    to = target.offset(to_block, layer, part, head, token % size)
-                    rows.setdefault(giver, []).append((at, to, target.row_bytes))
+                    at = offset(source, from_block, there, part, held, token % source.block_size)
+                    to = offset(target, to_block, layer, part, head, token % size)
+                    rows.setdefault(giver, []).append((at, to, row_bytes(target)))
     return rows
 
 
@@ -155,8 +156,9 @@ def memories(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
 
 
 def paired(case: Case, chosen: TransferPlan):  # type: ignore[no-untyped-def]
-    first = case.have // case.sources[0].block_size
-    return pair(chosen, case.have, 0, case.ready, case.source_table[first:], case.target_table)
+    begin, end = case.have, max(case.have, case.ready)
+    theirs, ours = (slice(begin // size, blocks_for(end, size)) for size in (chosen.source_size, chosen.target_size))
+    return pair(chosen, begin, end, case.source_table[theirs], case.target_table[ours])
 
 
 @settings(max_examples=100, deadline=None)
@@ -207,8 +209,8 @@ def test_scratch_takes_fewer_runs_and_no_block_that_was_not_announced(case: Case
                 for part in range(len(layout.parts)):
                     for head in range(len(layout.heads)):
                         for slot in range(layout.block_size):
-                            at = layout.offset(block, layer, part, head, slot)
-                            others[at : at + layout.row_bytes] = 1
+                            at = offset(layout, block, layer, part, head, slot)
+                            others[at : at + row_bytes(layout)] = 1
         scratch = np.zeros(len(case.source_table) * rank.scratch_bytes, np.uint8)
         copy_runs(scratch_runs(rank, pairing), others, scratch)
         assert not scratch.any()

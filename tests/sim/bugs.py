@@ -72,7 +72,7 @@ def claim_before_the_last_chunk(patch: Patch) -> None:
     right = Fetches._claim_if_complete
 
     def wrong(self: Fetches, fetch: Fetch, now_ns: int) -> list[Any]:
-        finished, fetch.finished = fetch.finished, fetch.posted > 0
+        finished, fetch.finished = fetch.finished, fetch.posted > fetch.asked.have
         effects = right(self, fetch, now_ns)
         fetch.finished = finished
         return effects

@@ -18,9 +18,9 @@ from pdbus.bus.wire import unpack_u32
 from pdbus.connector.handoff import Holder
 from pdbus.connector.ipc import RowResult, StepRow
 from pdbus.nodes import events as ev
+from pdbus.nodes.replay.explore.search import Violation
 
 from .cluster_world import MS, S, World
-from .nodes import Violation
 
 if TYPE_CHECKING:
     from .cluster_node import SimNode
@@ -235,7 +235,7 @@ class Mover:
                 self.node.cluster.agent_names[agent_name] = None
                 self.agents[agent_name] = self
                 self.ready = True
-                self.node.post(ev.MoverUp(agent=Agent(epoch=epoch, name=agent_name, blocks=self.node.blocks)))
+                self.node.post(ev.MoverUp(agents=(Agent(epoch=epoch, name=agent_name, blocks=self.node.blocks),)))
 
         self.world.after(wait_ns + self.world.between_ms(10, 200), lambda: self.node.enter(come_up))
 

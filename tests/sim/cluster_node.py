@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 from pdbus.bus.errors import PdError
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Geometry, Hello, PrefillRequest, Sampling, TryId
+from pdbus.bus.messages import Hello, PrefillRequest, Sampling, TryId
 from pdbus.bus.wire import Header
 from pdbus.connector.ipc import RowResult
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
+from pdbus.nodes.replay.explore.search import Violation
 from pdbus.nodes.report import ledger
 from pdbus.nodes.scheduler import Limits
 
 from .cluster_machines import Mover, Worker
 from .cluster_world import MS, Link, Packet, S, World
-from .nodes import Violation
 
 if TYPE_CHECKING:
     from .cluster_sim import Client, Cluster
@@ -62,6 +64,7 @@ class SimNode:
         self.inbound: dict[str, Link] = {}
         self.over = False
         self.frozen_until = 0
+        self._waiting: deque[Callable[[], None]] = deque()  # what has reached it while it is frozen
         self._links: dict[str, Link] = {}
         self._by_seq: dict[int, Answer] = {}
         self._prompts: dict[TryId, tuple[int, ...]] = {}
@@ -74,7 +77,7 @@ class SimNode:
         self._leases: dict[tuple[str, int], bool] = {}  # by (request, attempt): whether it has ended
 
     def new_core(self) -> NodeCore:
-        return NodeCore(self._core_config(), Membership(self._membership_config()))
+        return NodeCore(self._core_config(), Membership(self._membership_config(), unreadable))
 
     def start(self, join: Sequence[str]) -> None:
         self.cluster.bus.listening[self.address] = self
@@ -96,13 +99,26 @@ class SimNode:
     # ------------------------------------------------------------ the loop
 
     def enter(self, do: Callable[[], None]) -> None:
-        """Something reaches this process: later, while it is frozen, and never, when it is over."""
+        """Something reaches this process: while it is frozen it waits, in order, and when it is over nothing comes."""
         if self.over:
             return
-        if self.frozen_until > self.world.now:
-            self.world.after(self.frozen_until - self.world.now, lambda: self.enter(do))
+        if not self._waiting and self.frozen_until <= self.world.now:
+            do()
             return
-        do()
+        if not self._waiting:
+            self._thaw_later()
+        self._waiting.append(do)
+
+    def _thaw_later(self) -> None:
+        self.world.after(self.frozen_until - self.world.now, self._thaw)
+
+    def _thaw(self) -> None:
+        """What has come meanwhile is heard in the order in which it came, unless another pause has begun."""
+        while self._waiting and not self.over:
+            if self.frozen_until > self.world.now:
+                self._thaw_later()
+                return
+            self._waiting.popleft()()
 
     def post(self, event: ev.NodeEvent) -> None:
         self._queue.append(event)
@@ -311,7 +327,7 @@ class SimNode:
             self.mover.start(self._agent_name(e.epoch), e.epoch)
 
     def _add_peer(self, e: ev.AddPeer) -> None:
-        self.mover.add_peer(e.peer, e.agent)
+        self.mover.add_peer(e.peer, e.agents[0])
 
     def _remove_peer(self, e: ev.RemovePeer) -> None:
         self.mover.remove_peer(e.peer)
@@ -381,7 +397,7 @@ class SimNode:
             role=self.role,
             address=self.address,
             epoch=1,
-            geometry=Geometry(layers=1, block_size=self.block_size),
+            geometry=geometry_for(1, 1, 4, self.block_size, "float32"),
             fingerprint="f",
             version="0.1.0",
         )

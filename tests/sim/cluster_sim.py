@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from pdbus.bus.messages import Sampling, Timeline
 from pdbus.nodes import events as ev
+from pdbus.nodes.replay.explore.search import Violation
 
 from .cluster_machines import VOCABULARY, Mover, oracle
 from .cluster_node import SimNode
 from .cluster_world import MS, Bus, S, Weather, World
-from .nodes import Violation
 
 END_WITHIN_NS = 40 * S  # a lease that is not renewed any more costs 24 s, all else a few; then a local prefill
 SETTLE_NS = 45 * S  # the longest lease, and the latest read

@@ -17,16 +17,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.messages import LeaseReleased, LeaseRenew, LeaseRenewed, PrefillFailed, PrefillProgress, StalePeer
 from pdbus.connector.attempt import Clock
 from pdbus.connector.ledger import Clock as LedgerClock
+from pdbus.nodes.replay.explore.interned import Interned, with_one, without
+from pdbus.nodes.replay.explore.search import Violation
 
-from tests.sim.nodes import CONFIG, DecodeNode, Hello, Node, Outputs, Packet, PrefillNode, Read, Violation, canonical
-
-T = TypeVar("T")
+from tests.sim.nodes import CONFIG, DecodeNode, Hello, Node, Outputs, Packet, PrefillNode, Read, canonical
 
 
 class State(NamedTuple):
@@ -63,20 +63,6 @@ class Plan(NamedTuple):
     renew: bool = False  # at any time, as well as when idle
     reborn: bool = False  # a decode node that crashed runs the same request again
     only: tuple[str, ...] = ()  # these kinds of faults; () for all
-
-
-class Interned(Generic[T]):
-    """Values by number."""
-
-    def __init__(self) -> None:
-        self.values: list[T] = []
-        self._ids: dict[Any, int] = {}
-
-    def id(self, key: Any, value: T) -> int:
-        number = self._ids.setdefault(key, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
 
 
 What = tuple[Any, ...]  # the name of a node's method, and its arguments
@@ -144,11 +130,13 @@ class Network:
         assert isinstance(node, DecodeNode)
         return node
 
-    def clean(self, state: State) -> bool:
-        """Over, with nothing left anywhere."""
-        return not state.net and not state.reads and all(self._menus[node].clean for node in state.nodes)
+    def outcome(self, state: State) -> str:
+        """How it ended; '' where something is left anywhere."""
+        if state.net or state.reads or not all(self._menus[node].clean for node in state.nodes):
+            return ""
+        return self.decode(state).outcome
 
-    def check(self, state: State) -> None:
+    def _check(self, state: State) -> None:
         """What one fault may cost: at most one attempt, and nothing if it was only a message or a timer.
 
         An attempt that has to return to a prefill node may do so before it has heard that the node is a new one.
@@ -249,18 +237,23 @@ class Network:
 
     def apply(self, state: State, move: Move) -> State:
         """The state after a move. Raises Violation."""
+        after = self._after(state, move)
+        self._check(after)
+        return after
+
+    def _after(self, state: State, move: Move) -> State:
         kind, item, net, reads = move.kind, move.item, state.net, state.reads
         place, what = move.place, item
         if kind in ("deliver", "lose"):
-            net = _without(net, item)
+            net = without(net, item)
             place, what = self._deliver[item]
         elif kind == "double":
-            net = tuple(sorted((*net, item)))
+            net = with_one(net, item)
         elif kind == "sample":
             read = self._sampled(item, self.prefill(state, place))
-            reads = tuple(sorted((*_without(reads, item), read)))
+            reads = with_one(without(reads, item), read)
         elif kind in ("land", "fail"):
-            reads = _without(reads, item)
+            reads = without(reads, item)
             place, what = self._d, self._what(kind, self._reads.values[item])
         elif kind == "reader's mover dies" or (kind == "crash" and place == self._d):
             reads = ()
@@ -430,11 +423,6 @@ def _may_cost(node: Node, timer: tuple[str, Any]) -> bool:
     if group == "attempt" and key[0] is Clock.CLAIM:
         return fetch.claims > CONFIG.claim_repeats
     return True
-
-
-def _without(items: tuple[int, ...], item: int) -> tuple[int, ...]:
-    index = items.index(item)
-    return items[:index] + items[index + 1 :]
 
 
 def _word(part: Any) -> str:

@@ -50,16 +50,13 @@ from pdbus.connector.handoff import (
 from pdbus.connector.offer import Offers
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import Timers
+from pdbus.nodes.replay.explore.search import Violation
 
 CONFIG = HandoffConfig()
 REQUEST = b"request"
 PAST = -1  # every event happens at time 0; a timer that is to fire is moved before it
 
 Content = tuple[Any, ...] | None  # (lease, attempt, position), or None for garbage
-
-
-class Violation(AssertionError):
-    """An invariant of the design does not hold."""
 
 
 class Hello(NamedTuple):
@@ -387,6 +384,7 @@ class DecodeNode:
             incarnation=incarnation,
             epoch=epoch,
             link="",
+            source_size=1,
             prompt_tokens=self.prompt_blocks,
             have=self.have,
             prompt_digest=b"digest",

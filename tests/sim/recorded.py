@@ -12,12 +12,12 @@ import pytest
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import NodeCore
 from pdbus.nodes.recording import NodeRecorder
+from pdbus.nodes.replay.explore.search import Violation
 
 from . import cluster_sim
 from .cluster_node import SimNode
 from .cluster_sim import Plan
 from .cluster_world import World
-from .nodes import Violation
 
 
 class Unjudged(World):

@@ -18,10 +18,11 @@ import sys
 
 import pytest
 
+from pdbus.nodes.replay.explore.search import Violation
+
 from tests.sim.cluster_bugs import BUGS
 from tests.sim.cluster_sim import FAULTS, MOMENTS, Cluster, Fault, Plan, plan_of, run
 from tests.sim.cluster_world import S, Weather
-from tests.sim.nodes import Violation
 
 SEEDS_A_TEST = 20
 BUG_SEEDS_MAX = 150  # where a bug shows moves with every change of what is decided

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import pytest
 
+from pdbus.nodes.replay.explore.search import Explored, explore, told, walk
+
 from tests.sim.bugs import BUGS
-from tests.sim.explore import Explored, explore, walk
-from tests.sim.network import Network, Plan
+from tests.sim.network import Move, Network, Plan
 
 
-def explored(plan: Plan) -> Explored:
-    result = explore(Network(plan))
-    assert result.found is None, f"\n{result.found}"
+def explored(plan: Plan) -> Explored[Move]:
+    network = Network(plan)
+    result = explore(network)
+    assert result.found is None, f"\n{told(network, result.found)}"
     return result
 
 
@@ -69,7 +71,7 @@ def test_random_runs(nodes: int) -> None:
     network = Network(Plan(prefill_nodes=nodes, prompt_blocks=3, decode_pool=9, faults_max=6, renew=True))
     for seed in range(2000):
         found = walk(network, seed)
-        assert found is None, f"seed {seed}: {found}"
+        assert found is None, f"seed {seed}: {told(network, found)}"
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -7,8 +7,10 @@ from typing import Any
 
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, Geometry, Hello, Message, Sampling
+from pdbus.bus.messages import Agent, Hello, Message, Sampling
 from pdbus.bus.wire import Header
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
 from pdbus.nodes.recording import NodeRecorder
@@ -23,14 +25,18 @@ class RecordedNode:
     def __init__(self, folder: Path, name: str = "d", role: str = "decode", **options: Any) -> None:
         self.name, self.incarnation = name, name.encode() * 16
         self.hello = Hello(
-            role=role, address=f"tcp://{name}:1", epoch=1, geometry=Geometry(layers=1, block_size=SIZE), fingerprint="f"
+            role=role,
+            address=f"tcp://{name}:1",
+            epoch=1,
+            geometry=geometry_for(1, 1, 4, SIZE, "float32"),
+            fingerprint="f",
         )
         config = CoreConfig(
             name=name, incarnation=self.incarnation, decodes=role != "prefill", blocks=32, block_size=SIZE,
             block_bytes=64, max_model_len=100,
         )  # fmt: skip
         membership = MembershipConfig(name=name, incarnation=self.incarnation, hello=self.hello)
-        self.core = NodeCore(config, Membership(membership))
+        self.core = NodeCore(config, Membership(membership, unreadable))
         self.recorder = NodeRecorder(folder, config, membership, **options)
         self.path = self.recorder.path
         self.now = 0
@@ -46,7 +52,7 @@ class RecordedNode:
     def come_up(self) -> None:
         """Worker and mover are there."""
         self.hear(ev.WorkerUp())
-        self.hear(ev.MoverUp(agent=Agent(epoch=1, name="a", blocks=32)))
+        self.hear(ev.MoverUp(agents=(Agent(epoch=1, name="a", blocks=32),)))
 
     def ask(self, request: bytes, tokens: int = 6, max_tokens: int = 3) -> list[ev.NodeEffect]:
         hashes = tuple(request[:8] + bytes([i]) for i in range(tokens // SIZE))

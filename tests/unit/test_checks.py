@@ -28,7 +28,14 @@ from pdbus.nodes.checks import check_first_tokens, checked_prompt
 from pdbus.nodes.setup import Setup
 
 SETUP = Setup(
-    model="m", folder="", geometry=Geometry(block_size=2), fingerprint="f", max_model_len=64, vocab_size=10, blocks=32
+    model="m",
+    folder="",
+    geometry=Geometry(block_size=2),
+    fingerprint="f",
+    max_model_len=64,
+    vocab_size=10,
+    blocks=32,
+    slab_bytes=0,
 )
 TRY = TryId(node="d", incarnation=bytes(16), request=bytes(16), attempt=1)
 LEASE = LeaseId(node="p", incarnation=bytes(16), epoch=1, generation=1)

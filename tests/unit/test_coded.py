@@ -13,7 +13,7 @@ from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, Sampling
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
-from pdbus.connector.layout import geometry_for, offset, strides
+from pdbus.connector.layout import DTYPE_BYTES, geometry_for, layout_of, offset, row_bytes
 from pdbus.nodes.engines.coded import EOT_ID, CodedEngine, check_slab, coded_cells, coded_geometry
 
 BLOCKS = 8
@@ -82,7 +82,7 @@ def test_the_code_lies_where_the_layout_says(geometry: Geometry) -> None:
     cells = coded_cells(geometry, PROMPT)
     for position, layer, part, head in np.ndindex(cells.shape[:4]):
         block, slot = node.table[position // geometry.block_size], position % geometry.block_size
-        at = offset(geometry, block, layer, part, head, slot)
+        at = offset(layout_of(geometry, BLOCKS), block, layer, part, head, slot)
         assert node.memory[at : at + cells.shape[4]] == cells[position, layer, part, head].tobytes()
 
 
@@ -123,18 +123,18 @@ def test_every_flipped_byte_is_named_and_changes_the_token(geometry: Geometry) -
 def every_byte(node: Node, positions: int) -> Iterator[tuple[int, str]]:
     """Where each byte of the first positions lies in the slab, and how it is named."""
     g = node.geometry
-    width = strides(g).item
-    for position, layer, part, head, byte in np.ndindex(positions, g.layers, g.kv_parts, g.kv_heads, strides(g).slot):
+    layout, width = layout_of(g, BLOCKS), DTYPE_BYTES[g.dtype]
+    for position, layer, part, head, byte in np.ndindex(positions, g.layers, g.kv_parts, g.kv_heads, row_bytes(g)):
         block, slot = node.table[position // g.block_size], position % g.block_size
         name = "latent" if g.kv_parts == 1 else "KV"[part]
         channel = byte // width
         place = f"block {block} layer {layer} {name} head {head} slot {slot} channel {channel}: position {position} "
-        yield offset(g, block, layer, part, head, slot) + byte, place
+        yield offset(layout, block, layer, part, head, slot) + byte, place
 
 
 def test_the_first_wrong_byte_is_named_with_both_values(node: Node) -> None:
     node.prefill()
-    at = offset(node.geometry, node.table[4], layer=1, part=0, head=0, slot=1) + 5 * 4 + 2
+    at = offset(layout_of(node.geometry, BLOCKS), node.table[4], layer=1, part=0, head=0, slot=1) + 5 * 4 + 2
     node.memory[at] ^= 0xFF
     node.memory[at + 1] ^= 0xFF
     must = coded_cells(node.geometry, PROMPT)[17, 1, 0, 0, 22]
@@ -301,7 +301,7 @@ def test_a_closed_sequence_is_gone(node: Node) -> None:
     [
         ({"blocks": BLOCKS + 1}, "--kv-blocks"),
         ({"coded_vocab": 5}, "coded_vocab"),
-        ({"geometry": Geometry(layout="NHD", layers=1, kv_heads=1, head_dim=1)}, "geometry"),
+        ({"geometry": Geometry(layers=1, kv_heads=1, head_dim=1, kv_parts=3, block_bytes=48 * 4)}, "geometry"),
         ({"geometry": Geometry(layers=1, kv_heads=1, head_dim=1, block_bytes=7)}, "geometry"),
     ],
 )

@@ -11,7 +11,6 @@ from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
     Agent,
     Drain,
-    Geometry,
     Goodbye,
     Heartbeat,
     Hello,
@@ -29,11 +28,14 @@ from pdbus.bus.messages import (
     Welcome,
 )
 from pdbus.bus.wire import Header, pack_u32
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
 from pdbus.nodes.peers import AVOID_NS, RELOAD_NS, peer_key
 
 S = 1_000_000_000
+GEOMETRY = geometry_for(1, 1, 4, 4, "float32")
 ME, PEER = b"me".ljust(16), b"peer".ljust(16)  # incarnations
 E = TypeVar("E", bound=ev.NodeEffect)
 
@@ -42,8 +44,8 @@ class Node:
     """One core and, at the other end of every link, a peer that says what the test says."""
 
     def __init__(self, role: str, **config: Any) -> None:
-        hello = Hello(role=role, address="tcp://me:1", epoch=1, geometry=Geometry(layers=1))
-        membership = Membership(MembershipConfig(name="me", incarnation=ME, hello=hello))
+        hello = Hello(role=role, address="tcp://me:1", epoch=1, geometry=GEOMETRY)
+        membership = Membership(MembershipConfig(name="me", incarnation=ME, hello=hello), unreadable)
         fields = {"blocks": 16, "block_size": 4, "block_bytes": 64, "max_model_len": 64, **config}
         self.core = NodeCore(CoreConfig(name="me", incarnation=ME, decodes=role != "prefill", **fields), membership)
         self.peer_role = "decode" if role == "prefill" else "prefill"
@@ -77,7 +79,7 @@ class Node:
     def meet(self, name: str = "peer") -> None:
         """The peer is up, and its agent announced."""
         address = f"tcp://{name}:1"
-        hello = Hello(role=self.peer_role, address=address, epoch=1, geometry=Geometry(layers=1))
+        hello = Hello(role=self.peer_role, address=address, epoch=1, geometry=GEOMETRY)
         if self.peer_role == "decode":
             self.told(hello, name)
             return
@@ -97,7 +99,7 @@ class Node:
 
     def up(self) -> None:
         self.hear(ev.WorkerUp())
-        self.hear(ev.MoverUp(agent=agent(self.core.epoch, "me")))
+        self.hear(ev.MoverUp(agents=(agent(self.core.epoch, "me"),)))
 
     def asked(self, attempt: int = 1, tokens: int = 6) -> list[ev.NodeEffect]:
         """The peer asks for a prompt."""
@@ -157,7 +159,7 @@ def test_an_agent_is_announced_once_worker_and_mover_are_up(first: str) -> None:
     """Whoever hears of it asks at once."""
     node = Node("prefill")
     node.meet()
-    events = [ev.WorkerUp(), ev.MoverUp(agent=agent(1, "me"))]
+    events = [ev.WorkerUp(), ev.MoverUp(agents=(agent(1, "me"),))]
     one, two = events if first == "worker" else reversed(events)
     node.hear(one)
     assert node.said() == []
@@ -184,14 +186,14 @@ def test_an_agent_of_an_ended_epoch_is_never_announced() -> None:
     """Its mover came up before the worker, which then died: readers would load what is about to go."""
     node = Node("prefill")
     node.meet()
-    node.hear(ev.MoverUp(agent=agent(1, "me")))
+    node.hear(ev.MoverUp(agents=(agent(1, "me"),)))
     node.hear(ev.WorkerLost(problem="killed"))
     assert node.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
     node.hear(ev.WorkerUp())
     assert node.said() == []
     node.hear(ev.MoverLost(problem="asked to", asked=True))
     assert node.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
-    node.hear(ev.MoverUp(agent=agent(2, "me")))
+    node.hear(ev.MoverUp(agents=(agent(2, "me"),)))
     assert node.said() == [agent(2, "me")]
 
 
@@ -199,7 +201,7 @@ def test_a_mover_of_an_older_epoch_is_replaced(prefill: Node) -> None:
     prefill.hear(ev.MoverLost(problem="killed", asked=False))
     prefill.hear(ev.WorkerLost(problem="killed"))
     assert prefill.got(ev.RestartMover) == [], "one is on its way already"
-    prefill.hear(ev.MoverUp(agent=agent(2, "me")))
+    prefill.hear(ev.MoverUp(agents=(agent(2, "me"),)))
     assert prefill.got(ev.RestartMover) == [ev.RestartMover(epoch=3)] and not prefill.core.mover_up
 
 
@@ -219,7 +221,7 @@ def test_leases_end_before_anything_is_restarted(prefill: Node, lost: ev.NodeEve
 
 def test_a_new_mover_is_told_of_every_peer(decode: Node) -> None:
     decode.hear(ev.MoverLost(problem="killed", asked=False))
-    decode.hear(ev.MoverUp(agent=agent(2, "me")))
+    decode.hear(ev.MoverUp(agents=(agent(2, "me"),)))
     assert [e.peer for e in decode.got(ev.AddPeer)] == [peer_key("peer", PEER, 1)]
 
 
@@ -331,6 +333,26 @@ def test_a_mover_whose_reads_hold_too_many_blocks_for_good_is_replaced(decode: N
     decode.hear(ev.MoverLost(problem="asked to", asked=True))
     assert decode.core.pool.counts().quarantined == 0 and not decode.core.healing
     assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
+
+
+def test_reads_that_are_given_up_in_time_cost_nobody_the_mover(decode: Node) -> None:
+    """A client that leaves while its long prompt is read would otherwise fail everyone's reads."""
+    decode.generate(tokens=20)
+    decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
+    (read,) = decode.got(ev.StartRead)
+    decode.hear(ev.CancelAsked(client="c"))
+    assert decode.core.pool.counts().quarantined == 5 and decode.got(ev.RestartMover) == []
+    decode.hear(ev.ReadEnded(read=read.read))
+    assert decode.core.pool.counts().quarantined == 0 and decode.core.epoch == 1
+
+
+def test_nothing_is_fetched_by_a_mover_that_is_being_replaced(decode: Node) -> None:
+    decode.generate(tokens=20)
+    decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
+    while not decode.core.healing:
+        decode.tick(S // 10)
+    decode.meet_ready("other")
+    assert decode.asks(1) == ""
 
 
 def test_a_first_token_that_comes_as_its_attempt_fails_is_not_sampled_again(decode: Node) -> None:

@@ -92,6 +92,7 @@ class Decode:
             "incarnation": b"p1",
             "epoch": 1,
             "link": "l",
+            "source_size": SIZE,
             "prompt_tokens": PROMPT,
             "have": 0,
             "prompt_digest": b"x",
@@ -178,6 +179,30 @@ def test_the_claim_waits_for_every_chunk_and_every_read(d: Decode) -> None:
     d.said(DONE)
     assert d.hear(ReadDone(read=3)) == []
     assert d.hear(ReadDone(read=2)) == [CLAIM, ReadsFinished(request=b"r", attempt=1)]
+
+
+def test_smaller_blocks_there_are_read_when_they_fill_one_of_ours(d: Decode) -> None:
+    """Half of one of our blocks would have to be written by two reads, and one could fail."""
+    d.ask(source_size=2)
+    ids = (1, 2, 3, 4, 5)
+    said = [d.said(PrefillProgress(try_=TRY, lease=LEASE, ready=n, blocks=pack_u32(ids[: n // 2]))) for n in (2, 6, 7)]
+    assert [reads(effects) for effects in said] == [[], [((1, 2), (0,))], []]
+    (post,) = [e for e in d.said(replace(DONE, blocks=pack_u32(ids))) if isinstance(e, PostRead)]
+    assert (post.begin, post.end, post.source, post.target) == (4, PROMPT, (3, 4, 5), (1, 2))
+
+
+def test_larger_blocks_there_are_read_in_whole_ones_of_ours(d: Decode) -> None:
+    d.ask(source_size=6)
+    said = [d.said(PrefillProgress(try_=TRY, lease=LEASE, ready=n, blocks=pack_u32((7,)[: n // 6]))) for n in (5, 6)]
+    assert [reads(effects) for effects in said] == [[], [((7,), (0,))]]
+    assert reads(d.said(replace(DONE, blocks=pack_u32((7, 5))))) == [((7, 5), (1, 2))]
+
+
+def test_their_list_begins_with_the_block_that_holds_the_first_missing_token(d: Decode) -> None:
+    d.ask(source_size=8, have=4)
+    effects = d.said(replace(DONE, blocks=pack_u32((7, 5))))
+    assert reads(effects) == [((7, 5), (1, 2))]
+    assert failure(d.said(renewed(ready=PROMPT, blocks=pack_u32((7,))))).cause == "protocol"
 
 
 def test_with_nothing_to_read_the_claim_follows_done(d: Decode) -> None:

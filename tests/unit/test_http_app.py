@@ -479,7 +479,7 @@ def test_add_asks_the_endpoint_and_connects_to_its_bus_address() -> None:
     client = FakeClient()
     with endpoint_of() as url:
         assert add(client, url + "/") == [{"endpoint": url, "ok": True, "name": "p0", "detail": ""}]
-    assert client.connected == ["tcp://127.0.0.1:7500"]
+    assert client.commands == [("connect", "tcp://127.0.0.1:7500")]
 
 
 def test_list_and_remove_by_endpoint() -> None:
@@ -498,13 +498,41 @@ def test_list_and_remove_by_endpoint() -> None:
     url, listed, removed = asyncio.run(scene())
     assert listed == {"endpoints": [{"endpoint": url, **STATUS["peers"][0]}]}
     assert removed["results"] == [{"endpoint": url, "ok": True, "name": "p0", "detail": ""}]
-    assert client.disconnected == [INFO["address"]]
+    assert client.commands[-1] == ("disconnect", INFO["address"])
 
 
 def test_remove_takes_a_name_too() -> None:
     client = FakeClient()
     post(client, "/remove_remote_prefill_eps", {"endpoints": ["p0"]})
-    assert client.disconnected == ["p0"]
+    assert client.commands == [("disconnect", "p0")]
+
+
+def test_what_is_asked_while_an_endpoint_is_looked_up_comes_after_it() -> None:
+    """A removal that overtook the adding before it would end with the endpoint added."""
+    client = FakeClient()
+
+    async def scene() -> None:
+        looked_up, answer = asyncio.Event(), asyncio.Event()
+
+        async def info(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            looked_up.set()
+            await answer.wait()
+            writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(INFO).encode())
+            writer.close()
+
+        server = await asyncio.start_server(info, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, serving(client) as web, asyncio.TaskGroup() as group:
+            group.create_task(web.post("/add_remote_prefill_eps", json={"endpoints": [url]}))
+            await looked_up.wait()
+            group.create_task(web.post("/remove_remote_prefill_eps", json={"endpoints": ["p0"]}))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert client.commands == []
+            answer.set()
+
+    asyncio.run(scene())
+    assert client.commands == [("connect", INFO["address"]), ("disconnect", "p0")]
 
 
 STRANGERS = [
@@ -524,7 +552,7 @@ def test_an_endpoint_that_is_no_prefill_node_is_said_so(answer: bytes, status: i
         [result] = add(client, url)
     assert not result["ok"]
     assert detail in result["detail"]
-    assert client.connected == []
+    assert client.commands == []
 
 
 NO_ADDRESS = ["127.0.0.1:8090", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999", "http://a b", ""]

@@ -6,7 +6,7 @@ import pytest
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.wire import replace
-from pdbus.connector.layout import ORDERS, blocks_for, fault, geometry_for, heads_of, layout_of, offset, strides
+from pdbus.connector.layout import ORDERS, blocks_for, fault, geometry_for, heads_of, layout_of, offset, row_bytes
 
 
 def test_block_bytes_of_known_models() -> None:
@@ -17,16 +17,14 @@ def test_block_bytes_of_known_models() -> None:
 
 
 def test_strides_nest_from_block_to_channel() -> None:
-    geometry = geometry_for(3, 4, 8, 16, "float16")
-    s = strides(geometry)
-    assert (s.item, s.slot, s.head, s.part, s.layer) == (2, 16, 256, 1024, 2048)
-    assert 3 * s.layer == geometry.block_bytes
+    layout = layout_of(geometry_for(3, 4, 8, 16, "float16"), blocks=10)
+    assert (layout.slot_stride, layout.head_stride, layout.part_stride) == (16, 256, 1024)
+    assert (layout.starts, layout.block_stride) == ((0, 2048, 4096), 6144)
 
 
 def test_last_slot_ends_where_the_next_block_begins() -> None:
-    geometry = geometry_for(3, 4, 8, 16, "float16")
-    last = offset(geometry, 5, layer=2, part=1, head=3, slot=15)
-    assert last + strides(geometry).slot == offset(geometry, 6)
+    layout = layout_of(geometry_for(3, 4, 8, 16, "float16"), blocks=10)
+    assert offset(layout, 5, layer=2, part=1, head=3, slot=15) + row_bytes(layout) == offset(layout, 6)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +42,10 @@ def test_partial_blocks_count(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens, 16) == blocks
 
 
-def test_native_layout_of_one_rank_is_the_geometrys() -> None:
-    geometry = geometry_for(3, 4, 8, 16, "float16")
-    layout = layout_of(geometry, blocks=10)
-    assert layout.region_bytes == 10 * geometry.block_bytes
-    assert layout.offset(5, 2, 1, 3, 15) == offset(geometry, 5, 2, 1, 3, 15)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_named_layouts_are_sound_and_dense(order: str) -> None:
-    geometry = replace(geometry_for(3, 4, 8, 16, "float16"), layout=order)
-    layout = layout_of(geometry, blocks=10, ranks=2, rank=1)
+    geometry = replace(geometry_for(3, 4, 8, 16, "float16"), layout=order, tp=2)
+    layout = layout_of(geometry, blocks=10, rank=1)
     assert fault(layout) is None
     assert layout.heads == (2, 3)
     assert layout.region_bytes == 10 * geometry.block_bytes // 2
@@ -63,7 +54,7 @@ def test_named_layouts_are_sound_and_dense(order: str) -> None:
 
 def test_nhd_and_hnd_differ_in_what_is_innermost() -> None:
     geometry = geometry_for(2, 4, 8, 16, "float16")
-    nhd, hnd = (layout_of(replace(geometry, layout=order), blocks=10) for order in ("nhd", "hnd"))
+    nhd, hnd = (layout_of(replace(geometry, layout=order), blocks=10) for order in ("NHD", "HND"))
     assert (nhd.head_stride, nhd.slot_stride) == (16, 64)
     assert (hnd.head_stride, hnd.slot_stride) == (256, 16)
 

@@ -1,8 +1,8 @@
-"""Coded KV from every layout to every other: each cell of the grid is a hand-off, done by copies in this process.
+"""Coded KV from every layout to every other: each cell of the grid is a hand-off through a mover, over loopback.
 
 The owner's ranks are filled with code, the reader's with poison; afterwards every position must hold the code, blocks
 that were warm and all blocks of others must be as before, and the canary pages around must live. Each cell is done
-twice: with every run direct, and with short runs through scratch.
+twice: with room for scratch, and without, so that every run is direct.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pdbus.bus.errors import ConfigError
-from pdbus.bus.messages import Geometry
-from pdbus.bus.wire import replace
-from pdbus.connector.apply import Pairing, pair
-from pdbus.connector.layout import KVLayout, blocks_for, geometry_for, layout_of
-from pdbus.connector.plan import RUN_BYTES_MIN, TransferPlan, plan
+from pdbus.bus.hashing import prompt_digest
+from pdbus.bus.messages import Agent, Geometry, KVLayout
+from pdbus.bus.wire import pack_u32, replace
+from pdbus.connector.ipc import PeerAdd, Read, ReadEnded
+from pdbus.connector.layout import blocks_for, geometry_for, offset
+from pdbus.connector.loopback import Fabric, LoopbackAgent
+from pdbus.connector.mover import Mover
+from pdbus.connector.readable import layouts_of, unreadable
 from pdbus.nodes.engines.coded import coded_cells
 
-from tests.kv_memory import POISON, Bytes, Guarded, move, read_cells, write_cells
+from tests.kv_memory import POISON, Bytes, Guarded, read_cells, write_cells
 
 LAYERS, HEAD_DIM = 2, 8
 BLOCKS = 8
 SPREAD = 500
+SCRATCH = 128 << 10  # some detours of two blocks each for the largest cells
 BATCH = 512  # cells of one test
 
 
@@ -44,7 +47,7 @@ class Cell:
     warm: str
 
 
-ORDERS = ("native", "nhd", "hnd")
+ORDERS = ("native", "NHD", "HND")
 GRID = [
     Cell(*axes)
     for axes in product(
@@ -62,19 +65,61 @@ def spread(count: int) -> list[Cell]:
     return [GRID[i * step] for i in range(count)]
 
 
-def geometry(cell: Cell, layout: str, block_size: int) -> Geometry:
+def geometry(cell: Cell, layout: str, block_size: int, tp: int) -> Geometry:
     heads, width, parts = (1, HEAD_DIM * cell.kv_heads, 1) if cell.latent else (cell.kv_heads, HEAD_DIM, 2)
-    return replace(geometry_for(LAYERS, heads, width, block_size, "float32", parts), layout=layout)
+    return replace(geometry_for(LAYERS, heads, width, block_size, "float32", parts), layout=layout, tp=tp)
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """What is read by one rank: `region` is its KV and, behind it, scratch."""
+
+    geometry: Geometry  # of the owner
+    memory: list[Bytes]  # of its ranks
+    target: KVLayout
+    reader: int
+    region: memoryview
+    begin: int
+    end: int
+    source: tuple[int, ...]
+    table: tuple[int, ...]
+
+    def message(self, number: int) -> Read:
+        first = self.begin // self.target.block_size
+        return Read(
+            read=number, peer="owner", begin=self.begin, end=self.end,
+            source=pack_u32(self.source), target=pack_u32(self.table[first:]),
+        )  # fmt: skip
+
+
+Carry = Callable[[HandOff], ReadEnded]
+
+
+def through_loopback(it: HandOff) -> ReadEnded:
+    fabric = Fabric()
+    agents = []
+    for rank, memory in enumerate(it.memory):
+        there = LoopbackAgent(fabric, f"owner/{rank}", memoryview(memory))
+        agents.append(agent_of(there.name, there.metadata, rank, len(memory)))
+    mover = Mover(LoopbackAgent(fabric, "reader", it.region), it.region, it.target, it.reader)
+    mover.handle(PeerAdd(peer="owner", geometry=it.geometry, agents=tuple(agents)))
+    mover.handle(it.message(1))
+    ended: list[ReadEnded] = []
+    while not ended:
+        ended = [said for said in mover.turn() if isinstance(said, ReadEnded)]
+    return ended[0]
+
+
+def agent_of(name: str, metadata: bytes, rank: int, region_bytes: int, base_address: int = 0) -> Agent:
+    return Agent(
+        epoch=1, rank=rank, name=name, metadata=metadata, metadata_digest=prompt_digest(metadata),
+        base_address=base_address, region_bytes=region_bytes, blocks=BLOCKS,
+    )  # fmt: skip
 
 
 @cache
-def layouts(model: Geometry, ranks: int) -> tuple[KVLayout, ...]:
-    return tuple(layout_of(model, BLOCKS, ranks, rank) for rank in range(ranks))
-
-
-@cache
-def planned(sources: tuple[KVLayout, ...], target: KVLayout, reader: int) -> tuple[TransferPlan, ...]:
-    return tuple(plan(sources, target, reader, run_bytes_min) for run_bytes_min in (0, RUN_BYTES_MIN))
+def layouts(model: Geometry) -> tuple[KVLayout, ...]:
+    return layouts_of(model, BLOCKS)
 
 
 @cache
@@ -83,56 +128,46 @@ def code(model: Geometry, prompt: int) -> Bytes:
 
 
 @cache
-def owned(sources: tuple[KVLayout, ...], model: Geometry, prompt: int, table: tuple[int, ...]) -> list[Bytes]:
-    regions = [np.full(layout.region_bytes, 0x55, np.uint8) for layout in sources]
-    for region, layout in zip(regions, sources, strict=True):
+def owned(model: Geometry, prompt: int, table: tuple[int, ...]) -> list[Bytes]:
+    regions = [np.full(layout.region_bytes, 0x55, np.uint8) for layout in layouts(model)]
+    for region, layout in zip(regions, layouts(model), strict=True):
         write_cells(region, layout, table, code(model, prompt))
     return regions
 
 
-Carry = Callable[[TransferPlan, Pairing, list[Bytes], Bytes], int]
-
-
-def hand_off(cell: Cell, carry: Carry = move) -> str:
-    """One cell: '' when all bytes are right, 'refused' when such ranks cannot be, else what is wrong.
-
-    `carry` carries out a plan (kv_memory.move).
-    """
-    there = geometry(cell, cell.layout_there, cell.blocks[0])
-    here = geometry(cell, cell.layout_here, cell.blocks[1])
-    try:
-        sources, targets = layouts(there, cell.there), layouts(here, cell.here)
-    except ConfigError:
+def hand_off(cell: Cell, carry: Carry, scratches: tuple[int, ...]) -> str:
+    """One cell: '' when all bytes are right, 'refused' when such ranks cannot be, else what is wrong."""
+    there = geometry(cell, cell.layout_there, cell.blocks[0], cell.there)
+    here = geometry(cell, cell.layout_here, cell.blocks[1], cell.here)
+    if unreadable(there, here):
         return "refused"
     have = {"nothing": 0, "one block": min(cell.prompt, cell.blocks[1]), "all": cell.prompt}[cell.warm]
     table_there = (5, 2, 3)[: blocks_for(cell.prompt, cell.blocks[0])]
     table_here = (6, 1, 7)[: blocks_for(cell.prompt, cell.blocks[1])]
-    memory = owned(sources, there, cell.prompt, table_there)
-    announced = table_there[have // cell.blocks[0] :]
-    problems = (
-        read_by(carry, made, target, cell, have, announced, table_here, memory)
-        for reader, target in enumerate(targets)
-        for made in planned(sources, target, reader)
-    )
-    return next((problem for problem in problems if problem), "")
+    memory = owned(there, cell.prompt, table_there)
+    source = table_there[have // cell.blocks[0] :]
+    for reader, target in enumerate(layouts(here)):
+        for scratch in scratches:
+            guarded = Guarded(target.region_bytes + scratch)
+            it = HandOff(there, memory, target, reader, guarded.memory, have, cell.prompt, source, table_here)
+            if problem := _read(it, guarded, code(replace(here, tp=1, layout="native"), cell.prompt), carry):
+                return problem
+    return ""
 
 
-def read_by(
-    carry: Carry, made: TransferPlan, target: KVLayout, cell: Cell, have: int,
-    announced: tuple[int, ...], table: tuple[int, ...], memory: list[Bytes],
-) -> str:  # fmt: skip
-    cells = code(geometry(cell, cell.layout_here, cell.blocks[1]), cell.prompt)
-    guarded = Guarded(target.region_bytes)
-    write_cells(guarded.region, target, table, cells[:have])
-    before = guarded.region.copy()
-    pairing = pair(made, have, 0, cell.prompt, announced, table)
-    read = carry(made, pairing, memory, guarded.region)
-    if have == cell.prompt and read:
-        return f"{read} bytes read, but all were here"
+def _read(it: HandOff, guarded: Guarded, cells: Bytes, carry: Carry) -> str:
+    region, target, have = guarded.region, it.target, it.begin
+    write_cells(region, target, it.table, cells[:have])
+    before = region.copy()
+    ended = carry(it)
+    if ended.problem:
+        return ended.problem
+    if have == it.end and ended.bytes:
+        return f"{ended.bytes} bytes read, but all were here"
     expected = cells[:, :, :, list(target.heads)]
-    if not np.array_equal(read_cells(guarded.region, target, table, cell.prompt), expected):
+    if not np.array_equal(read_cells(region, target, it.table, it.end), expected):
         return "wrong KV"
-    return "" if guarded.canaries_live() and untouched(guarded.region, before, target, table, have) else "stray bytes"
+    return "" if guarded.canaries_live() and untouched(region, before, target, it.table, have) else "stray bytes"
 
 
 def untouched(region: Bytes, before: Bytes, target: KVLayout, table: tuple[int, ...], have: int) -> bool:
@@ -144,8 +179,10 @@ def untouched(region: Bytes, before: Bytes, target: KVLayout, table: tuple[int, 
     return bool(np.array_equal(after, then)) and bool((then == POISON).any())
 
 
-def outcomes(cells: list[Cell], carry: Carry = move) -> dict[Cell, str]:
-    return {cell: wrong for cell in cells if (wrong := hand_off(cell, carry)) != ""}
+def outcomes(
+    cells: list[Cell], carry: Carry = through_loopback, scratches: tuple[int, ...] = (0, SCRATCH)
+) -> dict[Cell, str]:
+    return {cell: wrong for cell in cells if (wrong := hand_off(cell, carry, scratches)) != ""}
 
 
 def can_be(cell: Cell) -> bool:
@@ -173,12 +210,12 @@ def test_spread_meets_every_value_of_every_axis() -> None:
 def test_wrong_byte_would_be_seen() -> None:
     """The grid has teeth: one flipped byte in the owner's memory is wrong KV here."""
     cell = next(cell for cell in GRID if cell.prompt == 17 and cell.there == cell.here == 1)
-    there = geometry(cell, cell.layout_there, cell.blocks[0])
-    (source,) = layouts(there, 1)
-    (memory,) = owned((source,), there, 17, (5, 2))
-    at = source.offset(2, 1)
+    there = geometry(cell, cell.layout_there, cell.blocks[0], 1)
+    (source,) = layouts(there)
+    (memory,) = owned(there, 17, (5, 2))
+    at = offset(source, 2, 1)
     memory[at] ^= 1
     try:
-        assert hand_off(cell) == "wrong KV"
+        assert outcomes([cell]) == {cell: "wrong KV"}
     finally:
         memory[at] ^= 1

@@ -11,7 +11,6 @@ from pdbus.bus.known import PEERS
 from pdbus.bus.messages import (
     Agent,
     Drain,
-    Geometry,
     Goodbye,
     Heartbeat,
     Hello,
@@ -22,9 +21,9 @@ from pdbus.bus.messages import (
     TryId,
     Welcome,
 )
-from pdbus.bus.wire import Header
+from pdbus.bus.wire import Header, replace
 
-from tests.fake_net import Net, Node, S
+from tests.fake_net import GEOMETRY, Net, Node, S
 
 
 def pair() -> tuple[Net, Node, Node]:
@@ -157,14 +156,14 @@ def test_tools_are_welcomed_and_forgotten() -> None:
 @pytest.mark.parametrize(
     ("field", "theirs"),
     [
-        ("layers", {"geometry": Geometry(layers=3)}),
-        ("block_size", {"geometry": Geometry(layers=2, block_size=32)}),
-        ("dtype", {"geometry": Geometry(layers=2, dtype="bfloat16")}),
-        ("block_bytes", {"geometry": Geometry(layers=2, block_bytes=1)}),
-        ("layout", {"geometry": Geometry(layers=2, layout="hnd")}),
-        ("kv_heads", {"geometry": Geometry(layers=2, kv_heads=1)}),
-        ("head_dim", {"geometry": Geometry(layers=2, head_dim=1)}),
-        ("kv_parts", {"geometry": Geometry(layers=2, kv_parts=1)}),
+        ("layers", {"geometry": replace(GEOMETRY, layers=1)}),
+        ("block_size", {"geometry": replace(GEOMETRY, block_size=1031)}),
+        ("dtype", {"geometry": replace(GEOMETRY, dtype="bfloat16")}),
+        ("layout", {"geometry": replace(GEOMETRY, layout="sideways")}),
+        ("kv_heads", {"geometry": replace(GEOMETRY, kv_heads=2)}),
+        ("head_dim", {"geometry": replace(GEOMETRY, head_dim=1)}),
+        ("parts", {"geometry": replace(GEOMETRY, kv_parts=1)}),
+        ("tp", {"geometry": replace(GEOMETRY, tp=1000)}),
         ("fingerprint", {"fingerprint": "other"}),
         ("version", {"version": "0.2.0"}),
         ("deterministic", {"deterministic": True}),
@@ -246,11 +245,25 @@ def test_a_retired_life_cannot_come_back() -> None:
     assert peer.incarnation == p2.incarnation
 
 
+def test_a_retired_life_that_has_outlived_the_one_after_it_is_taken_again() -> None:
+    """Whoever started a second node under a name, and stopped it, gets the first one back by joining it."""
+    net, p, d = pair()
+    p2 = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
+    p2.join(d)
+    d.join(p)
+    assert d.machine.peer("p").incarnation == p2.incarnation  # type: ignore[union-attr]
+    p2.handle(ms.Leaving())
+    p2.die()
+    net.deliver()
+    d.join(p)
+    assert [peer.incarnation for peer in d.machine.prefill_peers()] == [p.incarnation]
+
+
 def test_retired_lives_are_forgotten_after_an_hour() -> None:
     net, _, d = pair()
     p2 = Node(net, "p", "prefill", life=2)
     p2.join(d)
-    hello = Hello(role="prefill", geometry=Geometry(layers=2), fingerprint="f", version="0.1.0")
+    hello = Hello(role="prefill", geometry=GEOMETRY, fingerprint="f", version="0.1.0")
     header = Header(from_="p", from_inc=b"p#1".ljust(16, b"."))
     net.now += 3_599 * S
     d.hear("in:late", header, hello)
@@ -268,7 +281,7 @@ def test_retired_lives_are_forgotten_after_an_hour() -> None:
 def test_another_incarnation_on_an_old_connection_is_refused() -> None:
     _, _, d = pair()
     link = d.machine.prefill_peers()[0].link
-    hello = Hello(role="prefill", geometry=Geometry(layers=2), fingerprint="f", version="0.1.0")
+    hello = Hello(role="prefill", geometry=GEOMETRY, fingerprint="f", version="0.1.0")
     d.hear(link, Header(from_="p", from_inc=b"new"), hello)
     assert isinstance(d.sent(Refused)[0], Refused)
     assert d.got(ms.PeerDown) == []
@@ -456,6 +469,31 @@ def test_a_pause_of_our_own_is_not_the_peers_silence() -> None:
     net.now += 60 * S
     d.handle(ms.Tick())
     assert d.state_of("p") == "up"
+
+
+def test_a_pause_of_our_own_leaves_no_deadline_behind() -> None:
+    """A node that was stopped for longer than its links count as in use must not spin when it goes on."""
+    net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    net.run(2)
+    net.now += 70 * S
+    d.handle(ms.Heard(link="in:9", header=Header(from_="p", from_inc=p.incarnation), kind="prefill.progress"))
+    d.handle(ms.Tick())
+    due = d.machine.next_deadline()
+    assert due is not None and due > net.now
+
+
+def test_a_peer_that_is_back_after_a_minute_leaves_no_deadline_behind() -> None:
+    net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    p.die()
+    net.run(90)
+    net.at[p.address] = p
+    net.run(11)
+    assert d.state_of("p") == "up"
+    d.handle(ms.Tick())
+    due = d.machine.next_deadline()
+    assert due is not None and due > net.now
 
 
 def test_a_dead_peer_is_called_anew_and_comes_up_again() -> None:
@@ -721,6 +759,98 @@ def test_a_removal_that_waits_is_taken_back_by_join() -> None:
     d.join(p)
     d.handle(ms.BusyChanged(peer="p", busy=False))
     assert d.state_of("p") == "up" and d.got(ms.PeerRemoved) == []
+
+
+ALIAS = "tcp://alias:7400"
+
+
+@pytest.mark.parametrize("target", ["p", "tcp://p:7400", ALIAS])
+def test_a_removed_peer_joins_again_under_any_of_its_addresses(target: str) -> None:
+    net, p, d = pair()
+    net.at[ALIAS] = p
+    for again in (ALIAS, p.address, ALIAS):
+        d.handle(ms.JoinAsked(address=ALIAS))
+        net.deliver()
+        d.handle(ms.RemoveAsked(target=target))
+        net.run(1)
+        assert d.state_of("p") == "removed" and p.state_of("d") == "left"
+        d.handle(ms.JoinAsked(address=again))
+        net.deliver()
+        assert [peer.link[:3] for peer in d.machine.prefill_peers()] == ["out"]
+
+
+def test_an_address_that_is_found_to_be_a_removed_peer_s_was_asked_for_before_or_after_the_removal() -> None:
+    """The later command holds, though nobody knew then that both were about one peer."""
+    for commands, state in ((("join", "remove"), "removed"), (("remove", "join"), "up")):
+        net, p, d = pair()
+        for command in commands:
+            d.handle(ms.JoinAsked(address=ALIAS) if command == "join" else ms.RemoveAsked(target="p"))
+            net.deliver()
+        net.at[ALIAS] = p
+        net.run(11)
+        assert d.state_of("p") == state
+        assert p.state_of("d") == {"up": "up", "removed": "left"}[state]
+
+
+def test_who_is_at_an_address_that_was_removed_before_anyone_answered_is_kept_out_too() -> None:
+    net = Net()
+    d = Node(net, "d", "decode")
+    d.handle(ms.JoinAsked(address="tcp://p:7400"))
+    d.handle(ms.RemoveAsked(target="tcp://p:7400"))
+    p = Node(net, "p", "prefill")
+    p.join(d)
+    net.run(1)
+    assert d.machine.prefill_peers() == [] and "removed" in p.machine.members()[0].reason
+    d.join(p)
+    assert d.state_of("p") == "up"
+
+
+def test_who_was_refused_can_be_removed_and_stays_so_when_it_would_fit() -> None:
+    net = Net()
+    odd, d = Node(net, "p", "prefill", fingerprint="x"), Node(net, "d", "decode")
+    odd.join(d)
+    d.handle(ms.RemoveAsked(target="p"))
+    assert d.state_of("p") == "removed"
+    p = Node(net, "p", "prefill", life=2)
+    p.join(d)
+    net.run(31)
+    assert d.state_of("p") == "removed" and d.machine.prefill_peers() == []
+    d.join(p)
+    assert d.state_of("p") == "up"
+
+
+def test_a_removal_that_is_taken_back_calls_the_peer_where_no_link_of_ours_is_left() -> None:
+    net = Net()
+    p, d = Node(net, "p", "prefill"), Node(net, "d", "decode")
+    net.drop = lambda node, message: node is d and isinstance(message, Welcome)
+    p.join(d)
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    d.handle(ms.RemoveAsked(target="p"))
+    net.drop = lambda node, message: False
+    net.run(10)
+    assert d.state_of("p") == "removing" and p.state_of("d") == "up"
+    d.join(p)
+    assert [peer.link[:3] for peer in d.machine.prefill_peers()] == ["out"]
+
+
+def test_a_goodbye_that_comes_after_the_next_hello_is_late() -> None:
+    """Nothing orders what is said on two connections: who was removed and is asked for again at once has not left."""
+    net, p, d = pair()
+    net.slow_down()
+    d.handle(ms.RemoveAsked(target="p"))
+    net.deliver()
+    d.join(p)
+    net.catch_up()
+    assert p.state_of("d") == "up" and p.got(ms.PeerDown) == []
+
+
+def test_the_life_of_a_removed_peer_is_proven_over_by_the_next_that_joins() -> None:
+    """What is kept for the old one, its agent for one, is let go then."""
+    _, p, d = pair()
+    d.handle(ms.RemoveAsked(target="p"))
+    p.die()
+    d.join(Node(p.net, "p", "prefill", life=2))
+    assert [(e.proven, e.peer.incarnation[:3]) for e in d.got(ms.PeerDown)] == [(False, b"p#1"), (True, b"p#1")]
 
 
 def test_removal_does_not_wait_for_ever() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pdbus.bus.hashing import prompt_digest
+from pdbus.bus.messages import Agent
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import FromMover, PeerAdd, PeerAdded, PeerRemove, Read, ReadDoubtful, ReadEnded, StopMover
+from pdbus.connector.layout import layout_of
 from pdbus.connector.loopback import Fabric, LoopbackAgent
-from pdbus.connector.mover import SLICE_BLOCKS_MAX, SLICE_BYTES_MAX, SLICES_POSTED_MAX, WARM_UP_NS, Mover, slices
+from pdbus.connector.mover import WARM_UP_NS, Mover
 from pdbus.connector.pace import MS
+from pdbus.connector.reading import SLICE_RUNS_MAX, SLICES_POSTED_MAX
+from pdbus.nodes.bench.movers import plain_blocks
 
 BLOCK_BYTES = 8
-BLOCKS = 8 * SLICE_BLOCKS_MAX
+BLOCKS = 8 * SLICE_RUNS_MAX
 
 
 class World:
@@ -19,22 +24,24 @@ class World:
         self.now_ns = 0
         self.fabric = Fabric()
         self.memory = {name: memoryview(bytearray(BLOCKS * BLOCK_BYTES)) for name in ("owner", "reader")}
-        self.owner = LoopbackAgent(self.fabric, "owner", self.memory["owner"], BLOCK_BYTES)
-        agent = LoopbackAgent(self.fabric, "reader", self.memory["reader"], BLOCK_BYTES)
-        self.mover = Mover(agent, BLOCKS * BLOCK_BYTES, BLOCK_BYTES, lambda: self.now_ns)
+        self.owner = LoopbackAgent(self.fabric, "owner", self.memory["owner"])
+        agent = LoopbackAgent(self.fabric, "reader", self.memory["reader"])
+        layout = layout_of(plain_blocks(BLOCK_BYTES), BLOCKS)
+        self.mover = Mover(agent, self.memory["reader"], layout, clock_ns=lambda: self.now_ns)
         self.memory["owner"][:] = b"K" * (BLOCKS * BLOCK_BYTES)
 
     def meet(self) -> list[FromMover]:
-        self.mover.handle(
-            PeerAdd(
-                peer="P", agent_name="owner", metadata=self.owner.metadata,
-                base_address=0, region_bytes=BLOCKS * BLOCK_BYTES, block_bytes=BLOCK_BYTES,
-            )
+        agent = Agent(
+            epoch=1, name="owner", metadata=self.owner.metadata, metadata_digest=prompt_digest(self.owner.metadata),
+            region_bytes=BLOCKS * BLOCK_BYTES, blocks=BLOCKS,
         )  # fmt: skip
+        self.mover.handle(PeerAdd(peer="P", geometry=plain_blocks(BLOCK_BYTES), agents=(agent,)))
         return self.mover.turn()
 
     def read(self, number: int, blocks: range) -> None:
-        self.mover.handle(Read(read=number, peer="P", source=pack_u32(blocks), target=pack_u32(blocks)))
+        """Into the same blocks the other way round, so that no two of them are neighbours on both sides."""
+        source, target = pack_u32(blocks), pack_u32(reversed(blocks))
+        self.mover.handle(Read(read=number, peer="P", begin=0, end=len(blocks), source=source, target=target))
 
     def landed(self, block: int) -> bool:
         return bytes(self.memory["reader"][block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) == b"K" * BLOCK_BYTES
@@ -68,7 +75,7 @@ def test_read_takes_what_the_owner_holds_when_it_lands() -> None:
 
 def test_slices_in_flight_are_limited_and_the_rest_follows() -> None:
     world = met()
-    world.read(1, range((SLICES_POSTED_MAX + 2) * SLICE_BLOCKS_MAX))
+    world.read(1, range((SLICES_POSTED_MAX + 2) * SLICE_RUNS_MAX))
     world.mover.turn()
     assert len(world.fabric.in_flight) == SLICES_POSTED_MAX
     world.fabric.land()
@@ -82,7 +89,7 @@ def test_slices_in_flight_are_limited_and_the_rest_follows() -> None:
 
 def test_short_read_is_not_queued_behind_a_long_one() -> None:
     world = met()
-    world.read(1, range(6 * SLICE_BLOCKS_MAX))
+    world.read(1, range(6 * SLICE_RUNS_MAX))
     world.read(2, range(BLOCKS - 1, BLOCKS))
     world.mover.turn()
     world.fabric.land()
@@ -91,7 +98,7 @@ def test_short_read_is_not_queued_behind_a_long_one() -> None:
 
 def test_dead_owner_ends_all_slices_with_one_answer() -> None:
     world = met()
-    world.read(1, range(8 * SLICE_BLOCKS_MAX))
+    world.read(1, range(8 * SLICE_RUNS_MAX))
     world.mover.turn()
     world.fabric.kill("owner")
     assert world.mover.turn() == [ReadEnded(read=1, problem="the peer has gone")]
@@ -195,9 +202,3 @@ def test_stopping_gives_up_in_the_end() -> None:
     world.mover.handle(StopMover(wait_ms=100))
     world.now_ns += 100 * MS
     assert world.mover.stopped and world.mover.outstanding
-
-
-def test_slices_are_bounded_in_blocks_and_bytes() -> None:
-    assert [len(s) // 4 for s, _ in slices(range(2500), range(2500), 8)] == [1000, 1000, 500]
-    assert [len(s) // 4 for s, _ in slices(range(3), range(3), SLICE_BYTES_MAX // 2)] == [2, 1]
-    assert [len(s) // 4 for s, _ in slices(range(2), range(2), SLICE_BYTES_MAX * 3)] == [1, 1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdbus.bus.errors import LocalProtocolError, RemoteProtocolError
-from pdbus.bus.messages import Geometry
+from pdbus.bus.messages import Geometry, KVLayout
 from pdbus.bus.wire import replace
-from pdbus.connector.layout import KVLayout, geometry_for, layout_of
+from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.plan import RUN_BYTES_MIN, Box, TransferPlan, differences, plan
+from pdbus.connector.readable import layouts_of
 
 LAYERS, HEADS, HEAD_DIM, BLOCKS = 4, 8, 64, 10
 
@@ -18,7 +19,7 @@ def geometry(block_size: int = 16, order: str = "native", **changes: object) -> 
 
 
 def ranks(model: Geometry, count: int, layers: tuple[str, ...] = ()) -> list[KVLayout]:
-    return [layout_of(model, BLOCKS, count, rank, layers) for rank in range(count)]
+    return list(layouts_of(replace(model, tp=count, layer_names=layers), BLOCKS))
 
 
 def latent(block_size: int = 16, order: str = "native") -> Geometry:
@@ -39,7 +40,7 @@ def test_native_equals_are_one_run_per_block() -> None:
     assert rank.pieces[0].direct == (Box(source=0, target=0, length=geometry().block_bytes),)
 
 
-@pytest.mark.parametrize("order", ["nhd", "hnd"])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_equals_with_a_region_per_layer_and_part_are_one_run_per_block_and_region(order: str) -> None:
     model = geometry(order=order)
     assert runs_per_block(plan(ranks(model, 2), ranks(model, 2)[1], 1)) == [LAYERS * 2]
@@ -118,7 +119,7 @@ def test_layers_meet_by_name() -> None:
     """Two pipeline stages there, one rank with a layer order of its own here; draft layers there stay there."""
     stage = replace(geometry(64), layers=3)
     sources = ranks(stage, 1, ("0", "1", "draft")) + ranks(stage, 1, ("2", "3", "other draft"))
-    target = layout_of(geometry(64), BLOCKS, layers=("3", "2", "1", "0"))
+    target = layout_of(geometry(64, layer_names=("3", "2", "1", "0")), BLOCKS)
     made = plan(sources, target)
     assert [rank.rank for rank in made.ranks] == [0, 1]
     moved = sum(box.bytes for rank in made.ranks for box in rank.pieces[0].direct)
@@ -128,7 +129,7 @@ def test_layers_meet_by_name() -> None:
 # ---------------------------------------------------------------- through scratch
 
 
-@pytest.mark.parametrize(("there", "here"), [("nhd", "hnd"), ("hnd", "nhd")])
+@pytest.mark.parametrize(("there", "here"), [("NHD", "HND"), ("HND", "NHD")])
 def test_other_token_order_is_read_in_whole_blocks_and_permuted(there: str, here: str) -> None:
     made = plan(ranks(geometry(order=there), 1), ranks(geometry(order=here), 1)[0])
     (rank,) = made.ranks
@@ -140,21 +141,21 @@ def test_other_token_order_is_read_in_whole_blocks_and_permuted(there: str, here
 
 
 def test_native_block_for_another_order_is_one_read() -> None:
-    made = plan(ranks(geometry(), 1), ranks(geometry(order="nhd"), 1)[0])
+    made = plan(ranks(geometry(), 1), ranks(geometry(order="NHD"), 1)[0])
     assert made.ranks[0].reads == (Box(source=0, target=0, length=geometry().block_bytes),)
 
 
 def test_short_gaps_are_read_along_and_long_ones_are_not() -> None:
     """A reader of one head of eight: its rows lie 1 KiB apart in a block, but K and V far from each other."""
-    made = plan(ranks(geometry(order="nhd"), 1), ranks(geometry(order="nhd"), 8)[3], 3)
+    made = plan(ranks(geometry(order="NHD"), 1), ranks(geometry(order="NHD"), 8)[3], 3)
     (read,) = made.ranks[0].reads
     assert (read.length, read.runs) == (15 * HEADS * HEAD_DIM * 2 + HEAD_DIM * 2, LAYERS * 2)
 
 
 def test_runs_long_enough_go_straight() -> None:
     """Rows of 256 heads are worth a descriptor each."""
-    wide = replace(geometry(order="nhd"), kv_heads=256)
-    there, here = ranks(wide, 1), ranks(replace(wide, layout="hnd"), 1)[0]
+    wide = replace(geometry(order="NHD"), kv_heads=256)
+    there, here = ranks(wide, 1), ranks(replace(wide, layout="HND"), 1)[0]
     assert made_of(there, here) == (0, 1)
     assert made_of(ranks(wide, 2), ranks(wide, 1)[0]) == (2, 0)
 
@@ -201,7 +202,7 @@ def test_missing_rank_is_missed() -> None:
 def test_ranks_of_one_node_have_one_block_table() -> None:
     first, _ = ranks(geometry(), 2)
     with pytest.raises(RemoteProtocolError, match="blocks 11 on rank 1 against 10 on rank 0"):
-        plan([first, layout_of(geometry(), 11, 2, 1)], first)
+        plan([first, layout_of(geometry(tp=2), 11, 1)], first)
 
 
 def test_bad_layout_is_blamed_on_whose_it_is() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import (
+    Geometry,
     Hello,
     LeaseId,
     LeaseReleased,
@@ -105,9 +106,11 @@ def done(blocks: tuple[int, ...] = (5, 6)) -> PrefillDone:
     return PrefillDone(try_=TRY, lease=LEASE, ready=6, blocks=pack_u32(blocks))
 
 
-def read(number: int = 1, source: tuple[int, ...] = (5, 6), target: tuple[int, ...] = (0, 1)) -> ev.StartRead:
+def read(
+    number: int = 1, source: tuple[int, ...] = (5, 6), target: tuple[int, ...] = (0, 1), begin: int = 0, end: int = 6
+) -> ev.StartRead:
     peer = f"p/{P[1].hex()}/1"
-    return ev.StartRead(read=number, peer=peer, source=source, target=target, request=REQUEST)
+    return ev.StartRead(read=number, peer=peer, begin=begin, end=end, source=source, target=target, request=REQUEST)
 
 
 def row(seq: int, start: int, count: int, blocks: tuple[int, ...] = (), **rest: Any) -> StepRow:
@@ -178,8 +181,8 @@ def test_a_failed_read_leaves_garbage(d: Watched) -> None:
 
 
 def test_no_two_reads_share_a_block(d: Watched) -> None:
-    d.turn(came(P, PrefillAccepted(try_=TRY, lease=LEASE, ready=4, blocks=pack_u32((5,)))), read(1, (5,), (0,)))
-    d.turn(came(P, done()), read(2, (6,), (0,)))
+    d.turn(came(P, PrefillAccepted(try_=TRY, lease=LEASE, ready=4, blocks=pack_u32((5,)))), read(1, (5,), (0,), end=4))
+    d.turn(came(P, done()), read(2, (6,), (0,), begin=4))
     assert d.said == [
         ("2", f"read 2 of attempt 1 of request {REQUEST.hex()} at p goes into block 0, which read 1 may still write")
     ]
@@ -207,10 +210,20 @@ def test_a_sequence_whose_block_was_taken_may_only_begin_anew(d: Watched) -> Non
     assert d.rules == ["2"] and "goes on with a block that read 1" in d.said[0][1]
 
 
+def test_blocks_of_another_size_are_read_by_token_position(d: Watched) -> None:
+    """The prefill node's blocks hold 8 tokens, ours 4: one of theirs goes into two of ours."""
+    hello = Hello(role="prefill", geometry=Geometry(block_size=8))
+    d.turn(came(P, hello))
+    d.turn(came(P, done((5,))), read(1, (5,), (0, 1)))
+    assert d.said == []
+    d.turn(came(P, done((5,))), read(2, (5,), (2,)))
+    assert set(d.rules) == {"R3"}
+
+
 def test_a_late_read_keeps_others_away(d: Watched) -> None:
-    d.turn(came(P, PrefillAccepted(try_=TRY, lease=LEASE, ready=4, blocks=pack_u32((5,)))), read(1, (5,), (0,)))
+    d.turn(came(P, PrefillAccepted(try_=TRY, lease=LEASE, ready=4, blocks=pack_u32((5,)))), read(1, (5,), (0,), end=4))
     d.turn(ev.ReadDoubtful(read=1, problem="odd"))
-    d.turn(came(P, done()), read(2, (6,), (1,)))
+    d.turn(came(P, done()), read(2, (6,), (1,), begin=4))
     assert d.rules == ["R9"]
 
 

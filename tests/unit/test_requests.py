@@ -31,7 +31,7 @@ class Node:
 
     def _choose(self, r: Request, now: int) -> Source | None:
         free = [name for name in self.sources if name not in r.tried]
-        return Source(node=free[0], incarnation=b"i", epoch=3, link=f"to {free[0]}") if free else None
+        return Source(node=free[0], incarnation=b"i", epoch=3, link=f"to {free[0]}", block_size=8) if free else None
 
     def arrive(self, prompt: int = 6, *, text: str = "", now: int = 0, **fields: Any) -> Request:
         self.arrived += 1
@@ -106,8 +106,8 @@ def test_a_prefill_node_is_asked_for_the_prompt() -> None:
     r = node.arrive(prompt=6, deadline_ns=10 * S, now=5)
     (asked,) = node.admit(now=7)
     assert asked == FetchAsked(
-        request=r.request, attempt=1, node="p", incarnation=b"i", epoch=3, link="to p", prompt_tokens=6, have=0,
-        prompt_digest=b"d", sampling=r.sampling, blocks=(0, 1), deadline_ns=10 * S + 5,
+        request=r.request, attempt=1, node="p", incarnation=b"i", epoch=3, link="to p", source_size=8,
+        prompt_tokens=6, have=0, prompt_digest=b"d", sampling=r.sampling, blocks=(0, 1), deadline_ns=10 * S + 5,
     )  # fmt: skip
     assert r.state is State.FETCHING and r.node == "p" and node.requests.fetching_from() == {"p": 1}
 
@@ -422,6 +422,7 @@ def test_the_end_tells_where_the_time_went() -> None:
     t = end.timeline
     assert (t.remote, t.prefill_node, t.attempts, t.queue_ns, t.prefill_ns, t.ttft_ns) == (True, "p", 1, 10, 20, 30)
     assert (t.read_ns, t.confirm_ns, t.handover_ns, t.itl_ns, t.total_ns) == (20, 5, 30, 30, 60)
+    assert t.first_step_ns == 15
     assert (t.read_bytes, t.mover_ns) == (64, 15)
 
 

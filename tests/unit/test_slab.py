@@ -14,7 +14,7 @@ from pdbus.connector.slab import Slab
 def test_two_mappings_share_their_bytes() -> None:
     one = Slab.create(100_000)
     other = Slab.open(one.path, 100_000)
-    one.populate()
+    one.populate(one.size_bytes)
     one.memory[99_999] = 7
     assert other.memory[99_999] == 7
     other.memory[0] = 9
@@ -29,7 +29,7 @@ def test_addresses_are_those_of_huge_pages_and_sizes_exact(size: int) -> None:
     assert slab.address % slab_module.HUGE_PAGE_BYTES == 0
     assert (slab.size_bytes, len(slab.memory)) == (size, size)
     slab.memory[size - 1] = 3
-    slab.populate()
+    slab.populate(slab.size_bytes)
     assert slab.memory[size - 1] == 3
     slab.close()
 
@@ -40,7 +40,7 @@ def test_bytes_written_by_one_stay_when_the_other_populates() -> None:
     one = Slab.create(size)
     one.memory[:] = bytes(range(256)) * (size // 256)
     other = Slab.open(one.path, size)
-    other.populate()
+    other.populate(other.size_bytes)
     assert one.memory == other.memory == bytes(range(256)) * (size // 256)
     other.close()
     one.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import uvloop
-import zmq
 
 from pdbus.bus.errors import Broken, Closed, ConfigError, RemoteProtocolError
 from pdbus.connector.channel import ChildChannel, ControlChannel, endpoint_in
@@ -23,13 +23,6 @@ def directory() -> Iterator[Path]:
     made = RunDirectory()
     yield made.path
     made.close()
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    context: zmq.Context[Any] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 HERE = MoverAlive(probe=-1, reads=0)
@@ -63,13 +56,13 @@ def test_path_longer_than_a_unix_socket_is_refused(directory: Path) -> None:
         endpoint_in(directory, "x" * 120)
 
 
-def test_messages_arrive_whole_and_in_order(directory: Path, context: zmq.Context[Any]) -> None:
+def test_messages_arrive_whole_and_in_order(directory: Path) -> None:
     """Many at once: a wake-up must drain the socket."""
     names = iter("ab")
 
     async def test() -> None:
         heard: asyncio.Queue[FromMover] = asyncio.Queue()
-        channel = ControlChannel(context, endpoint_in(directory, next(names)), FromMover, heard.put_nowait)
+        channel = ControlChannel(endpoint_in(directory, next(names)), FromMover, heard.put_nowait)
         child = threading.Thread(target=echo, args=(channel.endpoint, 500))
         child.start()
         assert await heard.get() == HERE
@@ -83,13 +76,66 @@ def test_messages_arrive_whole_and_in_order(directory: Path, context: zmq.Contex
     in_both_loops(test)
 
 
-def test_request_and_reply_do_not_lose_a_wake_up(directory: Path, context: zmq.Context[Any]) -> None:
+def test_a_message_larger_than_the_sockets_buffer_arrives_whole(directory: Path) -> None:
+    async def test() -> None:
+        heard: asyncio.Queue[FromMover] = asyncio.Queue()
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, heard.put_nowait)
+        got: list[ToMover] = []
+        child = threading.Thread(target=collect, args=(channel.endpoint, got, 3))
+        child.start()
+        assert await heard.get() == HERE
+        said = [PeerRemove(peer="a" * 3_000_000), PeerRemove(peer="b"), PeerRemove(peer="c" * 1_000_000)]
+        for message in said:
+            channel.send(message)
+        await asyncio.to_thread(child.join)
+        assert got == said
+        channel.close()
+
+    asyncio.run(test())
+
+
+def collect(endpoint: str, got: list[ToMover], count: int) -> None:
+    channel = ChildChannel(endpoint, ToMover)
+    channel.send(HERE)
+    while len(got) < count:
+        got += channel.poll(1000)
+    channel.close()
+
+
+def test_a_childs_last_words_are_heard_after_its_end(directory: Path) -> None:
+    async def test() -> None:
+        heard: asyncio.Queue[FromMover] = asyncio.Queue()
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, heard.put_nowait)
+        child = ChildChannel(channel.endpoint, ToMover)
+        child.send(HERE)
+        child.close()
+        assert await heard.get() == HERE
+        channel.close()
+
+    asyncio.run(test())
+
+
+def test_a_child_learns_at_once_that_control_has_gone(directory: Path) -> None:
+    async def test() -> None:
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, lambda message: None)
+        child = ChildChannel(channel.endpoint, ToMover)
+        channel.close()
+        with pytest.raises(Closed, match="control has ended"):
+            child.poll(None)
+        with pytest.raises(Closed, match="control has ended"):
+            child.send(HERE)
+        child.close()
+
+    asyncio.run(test())
+
+
+def test_request_and_reply_do_not_lose_a_wake_up(directory: Path) -> None:
     """Sending may swallow the edge that says something is to be read."""
     names = iter("ab")
 
     async def test() -> None:
         heard: asyncio.Queue[FromMover] = asyncio.Queue()
-        channel = ControlChannel(context, endpoint_in(directory, next(names)), FromMover, heard.put_nowait)
+        channel = ControlChannel(endpoint_in(directory, next(names)), FromMover, heard.put_nowait)
         child = threading.Thread(target=serve_probes, args=(channel.endpoint, 300))
         child.start()
         assert await heard.get() == HERE
@@ -114,12 +160,12 @@ def serve_probes(endpoint: str, count: int) -> None:
     channel.close()
 
 
-def test_failing_handler_ends_run_loudly(directory: Path, context: zmq.Context[Any]) -> None:
+def test_failing_handler_ends_run_loudly(directory: Path) -> None:
     async def test() -> None:
         def refuse(message: FromMover) -> None:
             raise ValueError("a bug")
 
-        channel = ControlChannel(context, endpoint_in(directory, "a"), FromMover, refuse)
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, refuse)
         child = threading.Thread(target=echo, args=(channel.endpoint, 0))
         child.start()
         with pytest.raises(ValueError, match="a bug"):
@@ -130,22 +176,23 @@ def test_failing_handler_ends_run_loudly(directory: Path, context: zmq.Context[A
     asyncio.run(test())
 
 
-def test_message_of_the_wrong_direction_is_refused(directory: Path, context: zmq.Context[Any]) -> None:
+@pytest.mark.parametrize("said", [b"\x05\0\0\0\xff not", b"\xff\xff\xff\xff"])
+def test_what_is_no_message_is_refused(directory: Path, said: bytes) -> None:
     async def test() -> None:
-        channel = ControlChannel(context, endpoint_in(directory, "a"), FromMover, lambda message: None)
-        stranger = context.socket(zmq.PAIR)
-        stranger.connect(channel.endpoint)
-        stranger.send(b"\xff not a message")
-        with pytest.raises(RemoteProtocolError):
-            await channel.run()
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, lambda message: None)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(channel.endpoint)
+            stranger.sendall(said)
+            with pytest.raises(RemoteProtocolError):
+                await channel.run()
         channel.close()
 
     asyncio.run(test())
 
 
-def test_nothing_can_be_said_before_the_child_is_there(directory: Path, context: zmq.Context[Any]) -> None:
+def test_nothing_can_be_said_before_the_child_is_there(directory: Path) -> None:
     async def test() -> None:
-        channel = ControlChannel(context, endpoint_in(directory, "a"), FromMover, lambda message: None)
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, lambda message: None)
         with pytest.raises(Broken, match="does not read"):
             channel.send(ProbeMover(probe=1))
         channel.close()
@@ -153,9 +200,9 @@ def test_nothing_can_be_said_before_the_child_is_there(directory: Path, context:
     asyncio.run(test())
 
 
-def test_closed_channel_refuses_to_speak_and_leaves_no_file(directory: Path, context: zmq.Context[Any]) -> None:
+def test_closed_channel_refuses_to_speak_and_leaves_no_file(directory: Path) -> None:
     async def test() -> None:
-        channel = ControlChannel(context, endpoint_in(directory, "a"), FromMover, lambda message: None)
+        channel = ControlChannel(endpoint_in(directory, "a"), FromMover, lambda message: None)
         channel.close()
         channel.close()
         await channel.run()

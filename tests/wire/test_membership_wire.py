@@ -10,10 +10,14 @@ from pdbus.bus import members as ms
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, Geometry, Heartbeat, Hello, Refused, Welcome
+from pdbus.bus.messages import Agent, Heartbeat, Hello, Refused, Welcome
+from pdbus.bus.wire import replace
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 from tests.loop import on_loop, until
 
+GEOMETRY = geometry_for(1, 1, 4, 16, "float32")
 ANY_PORT = "tcp://127.0.0.1:0"
 
 
@@ -24,13 +28,13 @@ class Shell:
         incarnation = f"{name}#{life}".encode().ljust(16, b".")
         self.endpoint = Endpoint(name, incarnation, self.hear, on_link_lost=self.lost)
         self.address = self.endpoint.bind(address)
-        fields: dict[str, Any] = {"geometry": Geometry(), **hello}
+        fields: dict[str, Any] = {"geometry": GEOMETRY, **hello}
         own = Hello(role=role, address=self.address, **fields)
         config = ms.MembershipConfig(
             name=name, incarnation=incarnation, hello=own, heartbeat_ns=50_000_000, suspect_ns=200_000_000,
             dead_ns=400_000_000, handshake_ns=500_000_000,
         )  # fmt: skip
-        self.machine = Membership(config)
+        self.machine = Membership(config, unreadable)
         self.effects: list[ms.MembershipEffect] = []
         self.timer: asyncio.TimerHandle | None = None
 
@@ -129,12 +133,16 @@ async def test_goodbye_arrives_before_the_sockets_close() -> None:
 
 @on_loop
 async def test_a_pair_that_cannot_work_is_refused_with_both_values_and_others_go_on() -> None:
-    p, odd, d = Shell("p", "prefill"), Shell("odd", "prefill", geometry=Geometry(block_size=64)), Shell("d", "decode")
+    p, odd, d = (
+        Shell("p", "prefill"),
+        Shell("odd", "prefill", geometry=replace(GEOMETRY, head_dim=8)),
+        Shell("d", "decode"),
+    )
     d.join(p)
     d.join(odd)
     await until(lambda: d.up() and any(m.reason for m in d.machine.members()))
     reason = next(m.reason for m in d.machine.members() if m.name == "odd")
-    assert reason == "cannot share KV: block_size 16 against 64"
+    assert reason == "cannot share KV: head_dim 4 against 8"
     assert [name for name, _ in d.up()] == ["p"]
     for shell in (p, odd, d):
         shell.close()

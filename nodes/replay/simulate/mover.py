@@ -42,7 +42,7 @@ class Mover:
     def _up(self, life: int, agent: Agent) -> None:
         if life == self._life and self._running:
             self._agents[agent.name] = self
-            self._node.post(ev.MoverUp(agent=agent))
+            self._node.post(ev.MoverUp(agents=(agent,)))
 
     def restart(self, epoch: int) -> None:
         """As the effect says: end the one that runs; if none runs, start one."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pdbus import __version__
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Agent, Geometry, Hello, PrefillRequest
+from pdbus.bus.messages import Agent, Hello, PrefillRequest
 from pdbus.bus.wire import Header
+from pdbus.connector.layout import geometry_for
+from pdbus.connector.readable import unreadable
 
 from ... import events as ev
 from ...core import CoreConfig, NodeCore
@@ -37,7 +39,7 @@ class SimNode(Shell):
         self.incarnation = f"{name}/{life}".encode().ljust(16, b".")[:16]
         core, membership = self._core_config(), self._membership_config()
         recorder = NodeRecorder(cluster.record, core, membership) if cluster.record else None
-        super().__init__(cluster.driver, NodeCore(core, Membership(membership)), recorder)
+        super().__init__(cluster.driver, NodeCore(core, Membership(membership, unreadable)), recorder)
         self.engine = Engine(self)
         self.mover = Mover(self)
         self.inbound: dict[str, Link] = {}
@@ -154,13 +156,13 @@ class SimNode(Shell):
         self.mover.restart(e.epoch)
 
     def _add_peer(self, e: ev.AddPeer) -> None:
-        self.mover.add_peer(e.peer, e.agent)
+        self.mover.add_peer(e.peer, e.agents[0])
 
     def _remove_peer(self, e: ev.RemovePeer) -> None:
         self.mover.remove_peer(e.peer)
 
     def _start_read(self, e: ev.StartRead) -> None:
-        self.mover.read(e.read, e.peer, len(e.source))
+        self.mover.read(e.read, e.peer, len(e.target))
 
     def agent(self, epoch: int) -> Agent:
         name = f"{self.name}/0/{self.incarnation.hex()}/{epoch}"
@@ -220,7 +222,7 @@ class SimNode(Shell):
             address=self.address,
             version=__version__,
             epoch=1,
-            geometry=Geometry(block_size=self.plan.block_size),
+            geometry=geometry_for(1, 1, 4, self.plan.block_size, "float32"),
             max_model_len=self.plan.max_model_len,
         )
         calls = len(self.cluster.reach(self.name)) if self.role != "prefill" else 1

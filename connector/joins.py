@@ -1,0 +1,164 @@
+"""What the workers or movers of several ranks say, joined into what one would say. Pure; for one rank it changes
+nothing.
+
+| heard of ranks                      | said                                                                           |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| ready, step done, alive, peer added | once, when the last rank has said it; the first problem counts                 |
+| a part of a read ended              | once the last part has: the read ended, with the first problem and all bytes   |
+| the first part failed, others open  | at once: the read is doubtful. So the request hears of it, and hears it once,  |
+|                                     | while its blocks stay as they are until the last part may write no more        |
+| failed                              | at once                                                                        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from pdbus.bus.wire import Declared, replace
+
+from .ipc import (
+    FromMover,
+    FromWorker,
+    MoverAlive,
+    MoverFailed,
+    MoverReady,
+    PeerAdded,
+    PeerRemove,
+    ReadDoubtful,
+    ReadEnded,
+    RowResult,
+    StepDone,
+    WorkerAlive,
+    WorkerFailed,
+    WorkerReady,
+)
+
+T = TypeVar("T")
+
+
+class MoversReady(Declared):
+    """The movers of all ranks, in order."""
+
+    ranks: tuple[MoverReady, ...]
+
+
+class Gather(Generic[T]):
+    """The answers of all ranks to one question each, by the question's key."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._heard: dict[Hashable, dict[int, T]] = {}
+
+    def hear(self, key: Hashable, rank: int, answer: T) -> tuple[T, ...]:
+        """All answers in order of rank with the last of them, () before."""
+        heard = self._heard.setdefault(key, {})
+        heard[rank] = answer
+        if len(heard) < self._ranks:
+            return ()
+        del self._heard[key]
+        return tuple(heard[r] for r in range(self._ranks))
+
+    def forget(self, key: Hashable) -> None:
+        self._heard.pop(key, None)
+
+
+class WorkerJoin:
+    """Of one life of all workers: another life needs another join."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ready: Gather[WorkerReady] = Gather(ranks)
+        self._steps: Gather[StepDone] = Gather(ranks)
+        self._alive: Gather[WorkerAlive] = Gather(ranks)
+
+    def tell(self, message: Declared) -> None:
+        pass
+
+    def hear(self, rank: int, message: FromWorker) -> list[FromWorker]:
+        match message:
+            case WorkerReady():
+                ready = self._ready.hear("", rank, message)
+                return [replace(ready[0], load_ns=max(r.load_ns for r in ready))] if ready else []
+            case StepDone(step=step):
+                done = self._steps.hear(step, rank, message)
+                return [_step(done)] if done else []
+            case WorkerAlive(probe=probe):
+                return list(self._alive.hear(probe, rank, message)[:1])
+            case WorkerFailed(problem=problem) if self._ranks > 1:
+                return [replace(message, problem=f"rank {rank}: {problem}")]
+        return [message]
+
+
+def _step(done: tuple[StepDone, ...]) -> StepDone:
+    """What rank 0 sampled; all ranks must have sampled the same, and found no wrong KV."""
+    rows = tuple(_row(rows) for rows in zip(*(d.rows for d in done), strict=True))
+    return StepDone(step=done[0].step, rows=rows, compute_ns=max(d.compute_ns for d in done))
+
+
+def _row(rows: tuple[RowResult, ...]) -> RowResult:
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        if row.wrong_kv:
+            return replace(first, wrong_kv=row.wrong_kv if len(rows) == 1 else f"rank {rank}: {row.wrong_kv}")
+    for rank, row in enumerate(rows):
+        if row.token != first.token:
+            return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
+    return first
+
+
+class MoverJoin:
+    """Of one life of all movers: another life needs another join."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ready: Gather[MoverReady] = Gather(ranks)
+        self._peers: Gather[PeerAdded] = Gather(ranks)
+        self._reads: Gather[ReadEnded] = Gather(ranks)
+        self._alive: Gather[MoverAlive] = Gather(ranks)
+        self._doubted: dict[int, None] = {}  # reads that were said to be doubtful
+
+    def hear(self, rank: int, message: FromMover) -> list[FromMover | MoversReady]:
+        match message:
+            case MoverReady():
+                ready = self._ready.hear("", rank, message)
+                return [MoversReady(ranks=ready)] if ready else []
+            case PeerAdded(peer=peer):
+                added = self._peers.hear(peer, rank, message)
+                return [next((a for a in added if a.problem), added[0])] if added else []
+            case ReadEnded():
+                return self._read_ended(rank, message)
+            case ReadDoubtful():
+                return self._doubtful(message)
+            case MoverAlive(probe=probe):
+                return list(self._alive.hear(probe, rank, message)[:1])
+            case MoverFailed(problem=problem) if self._ranks > 1:
+                return [replace(message, problem=f"rank {rank}: {problem}")]
+        return [message]
+
+    def tell(self, message: Declared) -> None:
+        """What some ranks have said of a peer counts no more once all are told to remove it."""
+        if isinstance(message, PeerRemove):
+            self._peers.forget(message.peer)
+
+    def _read_ended(self, rank: int, message: ReadEnded) -> list[FromMover | MoversReady]:
+        parts = self._reads.hear(message.read, rank, message)
+        if not parts:
+            failed = message.problem and ReadDoubtful(read=message.read, problem=message.problem)
+            return self._doubtful(failed) if failed else []
+        self._doubted.pop(message.read, None)
+        return [
+            ReadEnded(
+                read=message.read,
+                problem=next((part.problem for part in parts if part.problem), ""),
+                posted=any(part.posted for part in parts),
+                bytes=sum(part.bytes for part in parts),
+                transfer_ns=max(part.transfer_ns for part in parts),
+            )
+        ]
+
+    def _doubtful(self, message: ReadDoubtful) -> list[FromMover | MoversReady]:
+        if message.read in self._doubted:
+            return []
+        self._doubted[message.read] = None
+        return [message]

@@ -1,0 +1,1 @@
+"""All that could happen between a few nodes, instead of what did."""
