@@ -86,7 +86,7 @@ from .handoff import (
     ReadsFinished,
     Say,
 )
-from .timers import Timers
+from .timers import Timers, earliest
 from .transfer import Heard, Peer, Transfers
 
 ASKS_MAX = 2  # the request and one repeat; a third silence in a row would cost more than another node
@@ -140,8 +140,12 @@ class Fetches:
         raise LocalProtocolError(f"no fetch event: {type(event).__name__}")
 
     def next_deadline(self) -> int | None:
-        clocks = (self._clocks, self._renewals, self._cancel_clocks, self.transfers)
-        return min((at for clock in clocks if (at := clock.next_deadline()) is not None), default=None)
+        return earliest(
+            self._clocks.next_deadline(),
+            self._renewals.next_deadline(),
+            self._cancel_clocks.next_deadline(),
+            self.transfers.next_deadline(),
+        )
 
     def peer_blocked(self, node: str, incarnation: bytes) -> bool:
         """R9: asking this node now would fail at once."""

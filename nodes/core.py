@@ -33,6 +33,7 @@ from pdbus.connector import handoff as ho
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
 from pdbus.connector.pool import BlockPool
+from pdbus.connector.timers import earliest
 
 from . import events as ev
 from .decode import Request, Requests, Source
@@ -104,14 +105,13 @@ class NodeCore:
 
     def next_deadline(self) -> int | None:
         """When to come back with a Tick at the latest."""
-        deadlines = (
+        return earliest(
             self.peers.next_deadline(),
             self.offers.next_deadline(),
             self.fetches.next_deadline(),
             self.requests.next_deadline(),
             self.drain_until,
         )
-        return min((d for d in deadlines if d is not None), default=None)
 
     def _serve(self, now: int, out: list[ev.NodeEffect]) -> None:
         """After anything: admit who waits, plan a step if none is out, say what has become true."""

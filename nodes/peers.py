@@ -17,6 +17,7 @@ from pdbus.connector.handoff import (
     ReaderGone,
     ReaderWatched,
 )
+from pdbus.connector.timers import earliest
 
 from . import events as ev
 from .decode import Source
@@ -120,8 +121,7 @@ class Peers:
                 out.append(ev.RemovePeer(peer=key))
 
     def next_deadline(self) -> int | None:
-        deadlines = (self._membership.next_deadline(), *self._reload_ns.values())
-        return min((d for d in deadlines if d is not None), default=None)
+        return earliest(self._membership.next_deadline(), *self._reload_ns.values())
 
     def members(self) -> list[ms.Peer]:
         return self._membership.members()
