@@ -102,7 +102,7 @@ GOOD = "simulate --workload good.jsonl"
         (f"{GOOD} --lease 1", "--lease: "),
         (f"{GOOD} --lease 1s --renew 1s", "--lease: is too short"),
         (f"{GOOD} --prefill-chunk 9999", "--prefill-chunk: 9999 is more than a step holds"),
-        (f"{GOOD} --block-size 400000", "--block-size: blocks of 400000 tokens"),
+        (f"{GOOD} --block-size 400000", "--block-size: the KV memory of a node holds fewer than two blocks"),
         (f"{GOOD} --prefill-chunk many", "--prefill-chunk: 'many' will not do; give tokens"),
         (f"{GOOD} --prefill-chunk 256,512", "--prefill-chunk: is for a search: add --search"),
         (f"{GOOD} --search", "--search: says nothing to be met: give --target, as ttft.p90=2s"),

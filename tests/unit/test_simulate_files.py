@@ -156,6 +156,7 @@ def test_a_fault_of_no_node_names_those_that_there_are(text: str, problem: str) 
         (Options(prefill_chunk=500), "--prefill-chunk"),
         (Options(max_batch_tokens=10, max_running=20), "--max-running"),
         (Options(block_size=90_000), "--block-size"),
+        (Options(prefill=20, decode=2000), "--reach"),
         (Options(lease_ns=5 * S, renew_ns=5 * S), "--lease"),
     ],
 )

@@ -15,7 +15,8 @@ BLOCK_TOKENS = 512  # where a workload names no block size; a large one costs le
 POLICY = "least-loaded"
 REACH = 32  # prefill nodes that a decode node knows: more add links, not choice
 DEADLINE_NS = 300_000_000_000
-NODES_MAX = 100_000
+NODES_MAX = 10_000  # of a kind: some minutes only until they know each other
+PEERS_MAX = 1024  # that a node knows (bus/members.py)
 
 
 class Options(NamedTuple):
@@ -114,6 +115,10 @@ def _check(plan: Plan) -> None:
     for option, count in (("--prefill", plan.prefill), ("--decode", plan.decode)):
         if not 1 <= count <= NODES_MAX:
             raise ConfigError(option, f"{count} nodes; give 1 to {NODES_MAX}")
+    readers = -(-plan.decode * min(plan.reach or plan.prefill, plan.prefill) // plan.prefill)
+    if readers > PEERS_MAX:
+        problem = f"each prefill node would be known to {readers} decode nodes, and it takes {PEERS_MAX}: reach fewer"
+        raise ConfigError("--reach", problem)
     for fault in plan.faults:
         check_nodes(fault, plan.prefill, plan.decode)
     for option, value in (("--prefill-chunk", plan.prefill_chunk), ("--max-running", plan.max_running)):
@@ -121,4 +126,5 @@ def _check(plan: Plan) -> None:
             problem = f"{value} is more than a step holds: give at most --max-batch-tokens, {plan.max_batch_tokens}"
             raise ConfigError(option, problem)
     if min(plan.prefill_blocks, plan.decode_blocks) < 2:
-        raise ConfigError("--block-size", f"blocks of {plan.block_size} tokens: the KV memory holds fewer than two")
+        problem = f"the KV memory of a node holds fewer than two blocks of {plan.block_size} tokens: give smaller ones"
+        raise ConfigError("--block-size", f"{problem}, or more --kv-tokens")
