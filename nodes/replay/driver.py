@@ -43,11 +43,17 @@ class Driver:
         heapq.heappush(self._heap, (self.now + delay_ns, self._order, do, arguments))
 
     def run(self, until_ns: int, over: Callable[[], bool] = never) -> None:
-        """Let things happen until then, or until `over`, or until nothing is left to happen."""
-        heap = self._heap
-        while heap and heap[0][0] <= until_ns and not over():
-            self.now, _, do, arguments = heapq.heappop(heap)
-            do(*arguments)
+        """Let things happen until then, or until `over`."""
+        while not over():
+            if not self._heap or self._heap[0][0] > until_ns:
+                self.now = until_ns
+                return
+            self.step()
+
+    def step(self) -> None:
+        """The next thing happens; there must be one."""
+        self.now, _, do, arguments = heapq.heappop(self._heap)
+        do(*arguments)
 
 
 class Shell:
@@ -72,18 +78,23 @@ class Shell:
         """Something reaches this process: later and in order, while it is frozen, and never, when it is over."""
         if self.over:
             return
-        if self.frozen_until > self.driver.now or self._missed:
-            self._missed.append((do, arguments))
-        else:
+        if not self._missed and self.frozen_until <= self.driver.now:
             do(*arguments)
+            return
+        if not self._missed:
+            self.driver.at(self.frozen_until, self._thaw)
+        self._missed.append((do, arguments))
 
     def freeze(self, until_ns: int) -> None:
         """The process stands still."""
         self.frozen_until = max(self.frozen_until, until_ns)
-        self.driver.at(self.frozen_until, self._thaw)
 
     def _thaw(self) -> None:
-        while self._missed and not self.over and self.frozen_until <= self.driver.now:
+        """What has come meanwhile is heard in the order in which it came, unless another pause has begun."""
+        while self._missed and not self.over:
+            if self.frozen_until > self.driver.now:
+                self.driver.at(self.frozen_until, self._thaw)
+                return
             do, arguments = self._missed.popleft()
             do(*arguments)
 
