@@ -18,7 +18,7 @@ from .errors import (
 from .generation import Generation
 from .messages import Finished, Published, Sampling, Token
 from .subscription import Subscription
-from .sync import SyncClient, SyncGeneration
+from .sync import SyncClient, SyncGeneration, SyncSubscription
 
 __all__ = [
     "Broken",
@@ -38,5 +38,6 @@ __all__ = [
     "Subscription",
     "SyncClient",
     "SyncGeneration",
+    "SyncSubscription",
     "Token",
 ]

@@ -19,7 +19,7 @@ from pdbus import __version__
 from .client_recorder import ClientBegan, ClientRecorder
 from .endpoint import Endpoint, Received
 from .errors import Broken, Closed, DeadlineExceeded, RequestError
-from .generation import CREDIT_TOKENS, Generation, Prompt, generate_message, sampling_of
+from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, sampling_of
 from .messages import (
     Cancel,
     Cancelled,
@@ -141,7 +141,7 @@ class Client:
         *,
         model: str = "",
         sampling: Sampling | None = None,
-        deadline_ms: int = 300_000,
+        deadline_ms: int = DEADLINE_MS,
         **options: Any,
     ) -> Generation:
         """Start a generation: text, chat messages or token ids. `options` are fields of Sampling, instead of it.
@@ -204,7 +204,9 @@ class Client:
     def subscribe(self, topics: Sequence[str] = ("",)) -> Subscription:
         """Follow events whose topic begins with one of `topics` (`<group>@<node>`, '' for all).
 
-        `async with client.subscribe(["node.load"]) as events: async for published in events: ...`
+        `async with client.subscribe(["request@decode-1"]) as events: async for published in events: ...`
+        Within `async with` it is in force: nothing that happens from then on is missed. Entering raises RequestError
+        for a topic that the node does not have, DeadlineExceeded when its port for events does not answer.
         """
         subscription = Subscription(self, topics)
         self._subscriptions = [*(s for s in self._subscriptions if not s.closed), subscription]

@@ -15,6 +15,7 @@ from .messages import Cancel, Cancelled, Credit, Error, Finished, Generate, Mess
 if TYPE_CHECKING:
     from .client import Client
 
+DEADLINE_MS = 300_000  # for the whole answer, of who does not say
 CREDIT_TOKENS = 1024  # how far the node may be ahead of who reads
 CANCEL_S = 5.0  # for the node to say how a cancelled generation ended
 REQUEST_BYTES_MAX = wire.FRAME_BYTES_MAX - (64 << 10)  # leaves room for the header in what one message may have

@@ -226,6 +226,8 @@ class Membership:
     def _hello_received(self, event: ms.HelloReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message
         refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
+        if refusal is None and (reason := self._name_taken(header, hello, now_ns)):
+            refusal = Refused(reason=reason)
         if refusal := LEAVING if self._leaving else refusal:
             effects = [ms.answer(event.link, header, refusal), ms.rejected(event, refusal.reason, event.link)]
             if self._roster.turn_away(header, hello, refusal.reason):
@@ -241,6 +243,13 @@ class Membership:
         self._want(known, now_ns)
         return [*effects, welcome, *self._present(known, event.link), *self._announce(known)]
 
+    def _name_taken(self, header: Header, hello: Hello, now_ns: int) -> str:
+        """Why this life cannot have its name. Who has it is looked at: on an idle link it may have vanished."""
+        reason = self._roster.taken(header, hello)
+        if reason and (known := self._roster.get(header.from_)):
+            known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
+        return reason
+
     def _welcome_received(self, event: ms.WelcomeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message.hello
         dial = self._dials.on(event.link)
@@ -249,6 +258,7 @@ class Membership:
         if header.to_inc not in (b"", self._config.incarnation):
             return [ms.rejected(event, "meant for another incarnation", event.link)]
         reason = self._roster.impossible(header, now_ns, answers=True)
+        reason = reason or self._name_taken(header, hello, now_ns)
         if not reason and (fields := differences(self._hello, hello, self._unreadable)):
             reason, dial.name = describe(fields), dial.name or header.from_
         if reason:
@@ -295,8 +305,10 @@ class Membership:
         return [*ms.closing(link), *self._news_of(dial)]
 
     def _call_failed(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+        """No news of one that has been said to be gone: it is called so that it is found when it comes back."""
         self._dials.fail(dial, reason, now_ns)
-        return self._news_of(dial)
+        known = self._roster.get(dial.name)
+        return [] if known is not None and known.state in (DEAD, LEFT) else self._news_of(dial)
 
     def _news_of(self, dial: Dial) -> list[ms.MembershipEffect]:
         if not self._dials.is_news(dial):

@@ -2,10 +2,16 @@
 
 ZeroMQ filters by the first bytes of frame 0, so the topic stands there and the message after it:
 `[topic] [pd1.published] [header] [body]`. A topic is `<group>@<node>`; header.seq counts per topic, from 1.
+
+A SUB socket connects and subscribes in the background: what is published before the subscription has arrived is lost.
+So a subscriber subscribes, last, to a *mark* that is its own; the publisher answers a subscription to a mark with the
+mark, one frame. Subscriptions arrive in order: when the mark comes back, all are in force.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,41 +25,46 @@ from .pump import Pump
 from .wire import Header
 
 TOPIC_BYTES_MAX = 256
+EVENT_GROUPS = ("kv", "lease", "node", "request")  # what nodes publish
+MARK = b"\xff"  # how a mark begins: no topic does, since this is no UTF-8; and it sorts behind all of them
+MARK_BYTES = 16  # random ones that follow
+SUBSCRIBED = b"\x01"  # how XPUB tells of a subscription; the topic follows
 FRAMES = 5  # topic, kind, header, body, and one more that tells of too many
 
 
 class Publisher:
-    """The PUB socket of a node. A subscriber that is too slow loses events silently, and sees the hole."""
+    """The PUB socket of a node (XPUB, to see marks). A subscriber that is too slow loses events silently, and sees the
+    hole. Bind it on an event loop."""
 
     def __init__(self, name: str, incarnation: bytes, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self._name = name
         self._incarnation = incarnation
         self._context = context or zmq.Context()
         self._owns_context = context is None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._pump: Pump | None = None
         self._sequences: dict[str, int] = {}
         self._states: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def bind(self, address: str, *, setting: str = "--events") -> str:
         """Publish at `address` and return the real one. Raises ConfigError naming `setting`."""
-        socket = self._context.socket(zmq.PUB)
+        socket = self._context.socket(zmq.XPUB)
         configure(socket, address)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot listen on {address}: {e.strerror}") from None
-        self._socket = socket
+        self._pump = Pump(socket, self._on_subscription, frames_max=1)
         return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def publish(self, group: str, event: str, data: dict[str, Any] | None = None) -> int:
         """Publish one event on `<group>@<node>` and return its sequence. Numbered even while not bound."""
         topic = f"{group}@{self._name}"
         sequence = self._sequences[topic] = self._sequences.get(topic, 0) + 1
-        if self._socket is not None:
+        if self._pump is not None:
             header = Header(from_=self._name, from_inc=self._incarnation, seq=sequence)
             message = Published(topic=topic, event=event, data=data or {})
-            self._socket.send_multipart([topic.encode(), *pack(header, message)])
+            self._pump.send([topic.encode(), *pack(header, message)])
         return sequence
 
     def provide(self, group: str, state: Callable[[], dict[str, Any]]) -> None:
@@ -68,15 +79,23 @@ class Publisher:
         return EventsSnapshotReply(topic=asked.topic, sequence=self._sequences.get(asked.topic, 0), state=state())
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
         if self._owns_context:
             self._context.term()
 
+    def _on_subscription(self, frames: list[bytes]) -> None:
+        mark = frames[0].removeprefix(SUBSCRIBED)
+        if self._pump is not None and mark != frames[0] and mark.startswith(MARK) and len(mark) <= 1 + MARK_BYTES:
+            self._pump.send([mark])
+
 
 class Subscriber:
-    """A SUB socket: hands what comes on `topics` (their first characters; '' is all) to `on_published`."""
+    """A SUB socket: hands what comes on `topics` (their first characters; '' is all) to `on_published`.
+
+    `in_force` is set once the publisher has answered: nothing that it publishes from then on is missed; and at the
+    end, so that nobody waits on."""
 
     def __init__(
         self,
@@ -88,15 +107,18 @@ class Subscriber:
         setting: str = "events address",
     ) -> None:
         self.unreadable = 0
+        self.in_force = asyncio.Event()
+        self._mark = MARK + os.urandom(MARK_BYTES)
         self._on_published = on_published
         self._context = context or zmq.Context()
         self._owns_context = context is None
         socket = self._context.socket(zmq.SUB)
         configure(socket, address)
         try:
+            socket.connect(address)
             for topic in topics:
                 socket.subscribe(topic)
-            socket.connect(address)
+            socket.subscribe(self._mark)
         except zmq.ZMQError as e:
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot connect to {address}: {e.strerror}") from None
@@ -106,10 +128,15 @@ class Subscriber:
         if self._pump.closed:
             raise Closed("the subscriber is closed")
         self._pump.close()
+        self.in_force.set()
         if self._owns_context:
             self._context.term()
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) == 1 and frames[0].startswith(MARK):
+            if frames[0] == self._mark:  # who follows all topics sees the others' too
+                self.in_force.set()
+            return
         try:
             header, message, _ = unpack(frames[1:] or [b""])
         except Unreadable:

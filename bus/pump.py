@@ -73,6 +73,8 @@ class Pump:
 
     def _drain(self) -> None:
         self._again = None
+        if self.socket.closed:
+            return  # by another callback of the same round of the loop, after this one was due
         self._draining = True
         empty = False
         try:

@@ -6,7 +6,7 @@ import re
 
 from .compatibility import Unreadable, describe, differences
 from .dials import UNDERWAY, Dial, Dials, DialState
-from .known import CURRENT, DEAD, GREETING, LEFT, LIVE, REMOVED, REMOVING, USABLE, Known
+from .known import CURRENT, DEAD, GREETING, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
 from .members import HelloReceived, MembershipConfig, Peer, PeerState
 from .messages import Hello, Member, Refused
 from .wire import Header, replace
@@ -111,6 +111,17 @@ class Roster:
         if self.is_retired(header.from_inc, now_ns) and not outlived:
             return f"this incarnation is retired: another node named {header.from_} came after it"
         return ""
+
+    def taken(self, header: Header, hello: Hello) -> str:
+        """Why this life cannot have its name: another one that is up, and elsewhere, has it. '' when it can. One on
+        the same address has ended, since two cannot listen there; so has one whose connection was cut, it seems."""
+        known = self._peers.get(header.from_)
+        if known is None or known.state is not UP or known.incarnation == header.from_inc:
+            return ""
+        if known.cut_since_ns is not None or hello.address in ("", known.hello.address):
+            return ""
+        at = f" at {known.hello.address}" if known.hello.address else ""
+        return f"the name {header.from_} is taken by the node{at}: give one of them another --name"
 
     def refusal(self, event: HelloReceived, own: Hello, dials: Dials, now_ns: int) -> Refused | None:
         """Why a hello is not welcome; None when it is."""

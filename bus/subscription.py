@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .errors import Closed, PdError, RequestError
+from .errors import Closed, DeadlineExceeded, PdError, RequestError
 from .messages import EventsSnapshot, EventsSnapshotReply, Published
-from .publisher import Subscriber
+from .publisher import EVENT_GROUPS, Subscriber
 from .stream import (
     Apply,
     AskSnapshot,
@@ -37,13 +37,14 @@ SNAPSHOT = "snapshot"
 class Subscription:
     """An async iterator over Published, each topic in order and without holes; use it within `async with`.
 
+    Within it the subscription is in force: nothing that happens from then on is missed.
     Where the publisher has snapshots of a topic, the first event and the first after a hole is named `snapshot`:
     its data is the state as of then, instead of what was missed.
     """
 
     def __init__(self, client: Client, topics: Sequence[str]) -> None:
         self._client = client
-        self._topics = tuple(topics)
+        self._topics = _checked(topics)
         self._streams: dict[str, EventStream] = {}
         self._queue: deque[Published] = deque()
         self._news = asyncio.Event()
@@ -89,10 +90,27 @@ class Subscription:
         node = await self._client.node()
         if not node.hello.events:
             raise RequestError(f"{node.name} at {self._client.address} publishes no events", code="no_events")
-        self._subscriber = Subscriber(node.hello.events, self._topics, self._on_published)
         for topic in self._topics:
+            _check_published(topic, node.name)
+        self._subscriber = Subscriber(node.hello.events, self._topics, self._on_published)
+        await self._in_force(self._subscriber, f"{node.name} at {node.hello.events}")
+        for topic in () if self.closed else self._topics:
             if "@" in topic:
                 self._feed(self._stream(topic), Subscribed())
+
+    async def _in_force(self, subscriber: Subscriber, publisher: str) -> None:
+        try:
+            async with asyncio.timeout(self._client.timeout_s):
+                await subscriber.in_force.wait()
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceeded(
+                f"{publisher} did not answer a subscription within {self._client.timeout_s:g} s: can its port for "
+                f"events be reached from here?"
+            ) from None
+        except asyncio.CancelledError:
+            self.close()
+            raise
 
     def _on_published(self, header: Header, event: Published) -> None:
         if len(self._queue) >= QUEUE_EVENTS_MAX:
@@ -145,3 +163,24 @@ class Subscription:
         if due_ns is not None:
             await asyncio.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
             self._feed(stream, StreamTick())
+
+
+def _checked(topics: Any) -> tuple[str, ...]:
+    """Raises RequestError for what is no list of topics: text would be taken for a list of letters."""
+    if isinstance(topics, str | bytes) or not isinstance(topics, Iterable):
+        raise RequestError(f"topics: give a list of topics, got {topics!r:.80}", param="topics")
+    given = tuple(topics)
+    for topic in given:
+        if not isinstance(topic, str):
+            raise RequestError(f"topics: {topic!r:.80} is no text", param="topics")
+    if not given:
+        raise RequestError("topics: give at least one; '' is all", param="topics")
+    return given
+
+
+def _check_published(topic: str, node: str) -> None:
+    """Raises RequestError for a topic on which that node never says anything."""
+    topics = [f"{group}@{node}" for group in EVENT_GROUPS]
+    if not any(name.startswith(topic) for name in topics):
+        problem = f"topics: {node} publishes nothing on {topic!r:.80}; there are {', '.join(topics)}"
+        raise RequestError(problem, param="topics")

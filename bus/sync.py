@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import uvloop
 
 from .client import Client
 from .errors import Closed
-from .generation import CREDIT_TOKENS, Generation, Prompt
+from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt
 from .messages import Finished, LedgerReply, Outcome, Published, Sampling, Token
 from .subscription import Subscription
 
@@ -64,7 +64,7 @@ class SyncClient:
         *,
         model: str = "",
         sampling: Sampling | None = None,
-        deadline_ms: int = 300_000,
+        deadline_ms: int = DEADLINE_MS,
         **options: Any,
     ) -> SyncGeneration:
         """See Client.generate."""
@@ -89,22 +89,20 @@ class SyncClient:
     def drain(self) -> None:
         self.run(self._client.drain())
 
-    def subscribe(self, topics: Sequence[str] = ("",)) -> Iterator[Published]:
-        """See Client.subscribe. Close the iterator (or leave the client) to stop."""
+    def subscribe(self, topics: Sequence[str] = ("",)) -> SyncSubscription:
+        """See Client.subscribe. In force when it returns; close it (or leave the client) to stop."""
 
         async def start() -> Subscription:
             return await self._client.subscribe(topics).__aenter__()
 
-        subscription = self.run(start())
-        try:
-            while (event := self.run(anext(subscription, None))) is not None:
-                yield event
-        finally:
-            if self._loop is not None:
-                self.run(subscription.aclose())
+        return SyncSubscription(self, self.run(start()))
+
+    @property
+    def closed(self) -> bool:
+        return self._loop is None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """For SyncGeneration: run on the client's loop and wait for it."""
+        """For SyncGeneration and SyncSubscription: run on the client's loop and wait for it."""
         if self._loop is None:
             work.close()
             raise Closed("the client is not open: use it within `with`")
@@ -171,3 +169,33 @@ class SyncGeneration:
             return await self._generation.__anext__()
         except StopAsyncIteration:
             return None
+
+
+class SyncSubscription:
+    """See Subscription: iterate over it for messages.Published."""
+
+    def __init__(self, client: SyncClient, subscription: Subscription) -> None:
+        self._client = client
+        self._subscription = subscription
+
+    def __iter__(self) -> SyncSubscription:
+        return self
+
+    def __next__(self) -> Published:
+        event = self._client.run(self._next())
+        if event is None:
+            raise StopIteration
+        return event
+
+    def __enter__(self) -> SyncSubscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._client.closed:  # whose end has closed it
+            self._client.run(self._subscription.aclose())
+
+    async def _next(self) -> Published | None:
+        return await anext(self._subscription, None)

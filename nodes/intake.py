@@ -41,7 +41,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
-from .limits import check_sampling
+from .limits import check_deadline, check_sampling
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
@@ -180,8 +180,7 @@ class Intake:
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
         check_sampling(s)
-        if not 1 <= message.deadline_ms <= 86_400_000:
-            raise RequestError(f"deadline_ms is {message.deadline_ms}; from 1 to a day", param="deadline_ms")
+        check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
         return s if s.seed else replace(s, seed=secrets.randbits(63) or 1)

@@ -10,6 +10,7 @@ STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
 STOP_IDS_MAX = 1024
 TEMPERATURE_MAX = 100
 LOGPROBS_MAX = 20
+DEADLINE_MS_MAX = 86_400_000  # a day
 
 
 def check_sampling(s: Sampling) -> None:
@@ -26,6 +27,12 @@ def check_sampling(s: Sampling) -> None:
             raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
     check_stops(s.stop)
     check_stop_ids(s.stop_token_ids)
+
+
+def check_deadline(deadline_ms: int) -> None:
+    if not 1 <= deadline_ms <= DEADLINE_MS_MAX:
+        problem = f"deadline_ms is {deadline_ms}; it must be from 1 to {DEADLINE_MS_MAX} (a day)"
+        raise RequestError(problem, param="deadline_ms")
 
 
 def check_stops(stops: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from pdbus.connector.timers import earliest
 from . import events as ev
 from .decode import Source
 
-LOADING = "its agent is not loaded yet"
+LOADING = "its memory cannot be read yet"
 RELOAD_NS = 30_000_000_000  # an agent that could not be loaded is tried again so much later: a network may heal
 AVOID_NS = 5_000_000_000  # how long a node that failed an attempt comes last
 
@@ -161,6 +161,14 @@ class Peers:
         if not self._reads or peer.role not in PREFILL_ROLES:
             return ""
         return self._ready.get(peer_key(peer.name, peer.incarnation, peer.epoch), LOADING)
+
+    def awaited(self, peer: ms.Peer) -> str:
+        """What a peer that is LOADING waits for, and on which side."""
+        if not self._mover_up:
+            return "this node's own mover is still starting"
+        if peer_key(peer.name, peer.incarnation, peer.epoch) not in self._agents:
+            return f"{peer.name} is still starting"
+        return f"this node's mover is still connecting to the memory of {peer.name}"
 
     # ------------------------------------------------------------ choosing
 

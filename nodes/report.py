@@ -121,7 +121,7 @@ def waiting(core: NodeCore, address: str) -> str:
     p = member(core, address)
     if p is None or p.state is not ms.PeerState.UP:
         return "no answer yet: it is called again and again"
-    return f"linked with {p.name}, but {core.peers.problem(p)}"
+    return f"linked with {p.name}, but {core.peers.awaited(p)}: it is used by itself as soon as that is done"
 
 
 def news(event: str, data: dict[str, Any]) -> str:

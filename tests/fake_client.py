@@ -84,6 +84,7 @@ class FakeClient:
         self.script = script or (token(0, "Hel"), token(1, "lo"), finished())
         self.says: dict[str, Any] | Exception = dict(STATUS)
         self.asked: list[tuple[Any, Sampling]] = []
+        self.deadlines_ms: list[int] = []
         self.generations: list[FakeGeneration] = []
         self.waiting = asyncio.Event()  # set when a script has come to an event
         self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
@@ -92,6 +93,7 @@ class FakeClient:
         self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000
     ) -> FakeGeneration:
         self.asked.append((prompt, sampling))
+        self.deadlines_ms.append(deadline_ms)
         self.generations.append(FakeGeneration(self.script, self.waiting))
         return self.generations[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from pdbus.bus.recording import read
 from pdbus.bus.recording_part import PartWriter, RawRecord, RecordingHeader
 from pdbus.bus.wire import Raw, encode, pack_foreign, replace, unpack_foreign
+from pdbus.nodes.replay.findings import Finding, Kind
+from pdbus.nodes.replay.node_run import Runner
 
 Batches = Sequence[tuple[Sequence[RawRecord], int]]
 
@@ -41,6 +44,33 @@ def rewrite_about(path: Path, **changes: object) -> None:
 
 def with_payload(record: RawRecord, **changes: object) -> RawRecord:
     return replace(record, payload=Raw(pack_foreign({**unpack_foreign(bytes(record.payload)), **changes})))
+
+
+def flipped(record: RawRecord, at: int, bit: int) -> RawRecord:
+    """One bit of the payload is another."""
+    payload = bytearray(bytes(record.payload))
+    payload[at] ^= bit
+    return replace(record, payload=Raw(bytes(payload)))
+
+
+def failures_of(path: Path) -> list[Finding]:
+    """What is wrong with one node's recording, taken alone."""
+    findings: list[Finding] = []
+    Runner(read(path), findings).all()
+    return [finding for finding in findings if finding.kind is not Kind.NOTE]
+
+
+def missed(path: Path, to: Path, chooser: random.Random, count: int) -> list[str]:
+    """Of so many effects one bit is changed, one after the other: those that nobody noticed, or noticed elsewhere."""
+    problems = []
+    for victim in chooser.sample([record for record in read(path).raw() if record.cause], count):
+        at, bit = chooser.randrange(len(bytes(victim.payload))), 1 << chooser.randrange(8)
+        changed = flipped(victim, at, bit)
+        rewrite(path, lambda r, new=changed: new if r.sequence == new.sequence else r, to)  # type: ignore[misc]
+        found = failures_of(to)
+        if not found or (found[0].kind is not Kind.DAMAGE and found[0].sequence != victim.sequence):
+            problems.append(f"record {victim.sequence} ({victim.kind}), byte {at}, bit {bit}: {found[:1]}")
+    return problems
 
 
 def header_bytes(path: Path) -> int:

@@ -2,7 +2,8 @@
 
 Every field is declared; an unknown one is refused by name. Fields of OpenAI's that clients send but that this server
 does not act on are accepted with the value that changes nothing (`NEUTRAL`) and refused with any other. Beyond
-OpenAI, as elsewhere in the field: top_k, min_tokens, ignore_eos, stop_token_ids, return_token_ids.
+OpenAI, as elsewhere in the field: top_k, min_tokens, ignore_eos, stop_token_ids, return_token_ids; and of our own,
+deadline_ms.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
+from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared
-from pdbus.nodes.limits import LOGPROBS_MAX, STOP_IDS_MAX, check_stops
+from pdbus.nodes.limits import DEADLINE_MS_MAX, LOGPROBS_MAX, STOP_IDS_MAX, check_stops
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
 SEED_OF_ZERO = 2**63 - 1  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
@@ -29,6 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),
     "seed": (0, SEED_OF_ZERO - 1),
+    "deadline_ms": (1, DEADLINE_MS_MAX),
     "logprobs": (0, LOGPROBS_MAX),
     "top_logprobs": (0, LOGPROBS_MAX),
 }
@@ -68,6 +71,7 @@ class Common(Declared, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    deadline_ms: int | None = None
 
     n: int | None = None
     presence_penalty: float | None = None
@@ -120,6 +124,7 @@ class Asked(Declared):
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    deadline_ms: int
 
 
 def parse_completion(data: bytes) -> Asked:
@@ -151,6 +156,7 @@ def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> 
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
+        deadline_ms=DEADLINE_MS if body.deadline_ms is None else body.deadline_ms,
     )
 
 

@@ -71,7 +71,9 @@ class Generate:
     async def _respond(
         self, asked: Asked, answer: Answer, started_s: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with self._client.generate(asked.prompt, model=asked.model, sampling=asked.sampling) as generation:
+        async with self._client.generate(
+            asked.prompt, model=asked.model, sampling=asked.sampling, deadline_ms=asked.deadline_ms
+        ) as generation:
             tokens = self._timed(aiter(generation), started_s)
             if asked.stream:
                 await _send_stream(answer, generation, tokens, send)
@@ -124,7 +126,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     if not working.done():
         working.cancel()
         await asyncio.wait((working,))
-        if gone:
+        if gone and (working.cancelled() or isinstance(working.exception(), PdError)):
             return  # nobody reads what became of it
     if not working.cancelled():
         working.result()

@@ -28,15 +28,29 @@ def show(
     request: Annotated[
         str,
         typer.Argument(
-            metavar="REQUEST", help="Its id (as HTTP shows it, too) or how that begins, or the client's id."
+            metavar="REQUEST",
+            help="Its id (as HTTP shows it, too) or how that begins, or the client's id. Not needed with an option.",
         ),
     ],
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
+    *,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the timeline of all.")] = None,
+    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
+    block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
-    """Show what happened to one request, on all nodes."""
-    from .show import show_request
+    """Show what happened to one request, lease or block, on all nodes; or everything, on a page."""
+    from .show import show_all, show_history, show_request
+    from .tell import named
 
-    raise typer.Exit(show_request(_request_id(request), folders or [Path()]))
+    paths = list(folders or [])
+    if (html or lease or block) and Path(request).exists():
+        request, paths = "", [Path(request), *paths]
+    paths = paths or [Path()]
+    if lease or block:
+        raise typer.Exit(show_history(paths, named("--lease", lease), named("--block", block)))
+    if html is not None and not request:
+        raise typer.Exit(show_all(paths, html))
+    raise typer.Exit(show_request(_request_id(request), paths, html))
 
 
 @replay.command()
@@ -48,7 +62,8 @@ def verify(
     block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
     """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong."""
-    from .verify import named, verify
+    from .tell import named
+    from .verify import verify
 
     code = verify(
         folders or [Path()],

@@ -17,9 +17,9 @@ from pdbus.bus.wire import Header, decode, decoder, to_plain
 from .facts import Answered, Facts
 from .findings import Finding, Kind
 from .runs import Run
-from .show import describe
 from .story import Moment
 from .turns import Decoder, tag_of
+from .words import describe
 
 RULE = "7: a request ends exactly once, and a client always learns how"
 

@@ -14,9 +14,9 @@ from ..recording import kind_of
 from .check_messages import name_of
 from .client_run import client_story, is_client
 from .rerun import recorded
-from .show import describe
 from .story import Moment
 from .turns import RawTurn, Turn, Unreadable, began, turns_of
+from .words import describe
 
 
 class Subject(NamedTuple):
@@ -63,6 +63,10 @@ class Follower:
         self._seqs: dict[int, Subject] = {}
         self._reads: dict[int, Subject] = {}
         self._attempts: dict[bytes, int] = {}
+
+    def of_seq(self, seq: int) -> Subject | None:
+        """Whose sequence that is."""
+        return self._seqs.get(seq)
 
     def about(self, value: Declared) -> list[Subject]:
         match value:

@@ -7,22 +7,22 @@ is not known here, only their field names.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.markup import escape
 from rich.table import Table
 
 from pdbus.bus.recording import Recording
 from pdbus.bus.recording_part import Record
 
 from ..tables import output
-from .files import clock_offsets, opened
+from .clocks import aligned
+from .files import opened
+from .tell import Named, complain, tell_block, tell_lease
+from .timeline.page import write_page
+from .words import colours_of, describe
 
-DETAIL_CHARS_MAX = 160
-KNOWN_ANYWAY = ("t", "request", "link", "header", "to_inc", "client", "client_id", "sampling", "block_hashes")
 EXIT_NOT_FOUND = 1
 
 Tie = tuple[Any, ...]
@@ -37,25 +37,44 @@ class Moment(NamedTuple):
     ties: tuple[Tie, ...]
 
 
-def show_request(wanted: str, paths: Sequence[Path]) -> int:
-    """Prints the table; 0, or 1 with one line on standard error when no or more than one request matches.
-    Raises ConfigError when a path is or holds no recording."""
+def show_request(wanted: str, paths: Sequence[Path], html: Path | None = None) -> int:
+    """Prints the table, or writes the page where it is chosen; 0, or 1 with one line on standard error when no or more
+    than one request matches. Raises ConfigError when no path is or holds a recording."""
     moments, notes = load(paths)
     found = find(moments, wanted)
     if len(found) != 1:
-        print(f"pd-replay: {_mismatch(wanted, found, moments, paths)}", file=sys.stderr)
+        complain(_mismatch(wanted, found, moments, paths))
         return EXIT_NOT_FOUND
+    if html is not None:
+        request = found[0][1]
+        return show_all(paths, html, request.hex() if isinstance(request, bytes) else "")
     output().print(render(found[0], belonging(moments, found[0])))
     for note in notes:
-        print(f"pd-replay: {note}", file=sys.stderr)
+        complain(note)
     return 0
+
+
+def show_all(paths: Sequence[Path], html: Path, request: str = "") -> int:
+    """Writes the page of everything, where this request is chosen. Raises ConfigError."""
+    files = opened(paths)
+    write_page(html, files.recordings, [str(problem) for problem in files.problems], request)
+    print(f"{html}: open it in a browser")
+    return 0
+
+
+def show_history(paths: Sequence[Path], lease: Named | None, block: Named | None) -> int:
+    """Prints that of a lease, of a block, or of both; 1 when there is none. Raises ConfigError."""
+    recordings, console = opened(paths).recordings, output()
+    told = [tell_lease(lease, recordings, console)] if lease else []
+    told += [tell_block(block, recordings, console)] if block else []
+    return 0 if all(told) else EXIT_NOT_FOUND
 
 
 def load(paths: Sequence[Path]) -> tuple[list[Moment], list[str]]:
     """All records of all files in the order of the common clock, and what is to be said about the files."""
     files = opened(paths)
     recordings = files.recordings
-    offsets = clock_offsets([recording.header for recording in recordings])
+    offsets = aligned(recordings)
     moments = [moment for r, offset in zip(recordings, offsets, strict=True) for moment in _moments(r, offset)]
     notes = [str(problem) for problem in files.problems]
     notes += [f"{r.path.name}: the {r.gone} parts before it are not there" for r in recordings if r.gone]
@@ -145,41 +164,3 @@ def render(request: Tie, moments: Sequence[Moment]) -> Table:
         what, details = describe(moment.record.kind, moment.record.payload)
         table.add_row(f"[{colours[moment.node]}]{moment.node}[/]", milliseconds, what, details)
     return table
-
-
-def colours_of(nodes: Iterable[str]) -> dict[str, str]:
-    """A colour for each node."""
-    palette = ("cyan", "magenta", "green", "yellow", "blue", "red")
-    return {node: palette[i % len(palette)] for i, node in enumerate(dict.fromkeys(nodes))}
-
-
-def describe(kind: str, value: Any) -> tuple[str, str]:
-    """A record of this kind with this plain payload in two cells: what it is, and its details as far as they fit."""
-    payload = value if isinstance(value, dict) else {"": value}
-    tag = payload.get("t", "")
-    what = kind if tag in ("", kind.partition(" ")[0]) else f"{kind} {tag}"
-    message = payload.get("message")
-    inner = message if isinstance(message, dict) else {}
-    details = _fields({**{k: v for k, v in payload.items() if k != "message" or not inner}, **inner})
-    if len(details) > DETAIL_CHARS_MAX:
-        details = details[: DETAIL_CHARS_MAX - 1] + "…"
-    return what, escape(details)
-
-
-def _fields(values: dict[str, Any]) -> str:
-    shown = ((k, v) for k, v in values.items() if k not in KNOWN_ANYWAY and v not in (None, b"", [], ""))
-    return " ".join(f"{k.rstrip('_')}={_brief(v)}" for k, v in shown)
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.hex() if len(value) <= 4 else f"{value[:4].hex()}…({len(value)} B)"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_brief, value[:3]))}{f', … {len(value)}' if len(value) > 3 else ''})"
-    if not isinstance(value, dict):
-        return str(value)
-    if "attempt" in value and "incarnation" in value:
-        return f"{value.get('node')}/{value['attempt']}"
-    if "generation" in value and "incarnation" in value:
-        return f"{value.get('node')}/{value.get('epoch')}/{value['generation']}"
-    return "{" + _fields(value) + "}"

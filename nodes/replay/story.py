@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from .show import colours_of
+from .words import colours_of
 
 
 class Moment(NamedTuple):

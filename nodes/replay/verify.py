@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,18 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pdbus.bus.errors import ConfigError
 from pdbus.bus.recording import Recording
 from pdbus.bus.recording_part import Record
 
 from ..tables import output
-from .block_history import BlockHistory
+from .clocks import aligned
 from .cluster_run import ClusterRun, title
-from .files import clock_offsets
 from .findings import Finding
-from .history import Lease, Subject, requests_like, story_of, tries_of
-from .show import describe
-from .story import Moment, in_order, merged, table
+from .story import Moment, table
+from .tell import Named, tell_block, tell_lease, tell_request
+from .words import describe
 
 EXIT_FAILED = 1
 EXIT_NO_RECORDING = 2
@@ -30,8 +27,6 @@ AROUND = 4  # records before and after a finding
 SHOWN_MAX = 20  # findings; the first ones say the most
 AGAIN = {True: "the same", False: "[red]another[/]", None: "[yellow]not[/]"}
 TOLD_AROUND_MAX = 3  # of these the records around are shown
-
-Named = tuple[str, int]  # [NODE/]NUMBER
 
 
 def verify(paths: Sequence[Path], *, lease: Named | None = None, request: str = "", block: Named | None = None) -> int:
@@ -44,11 +39,11 @@ def verify(paths: Sequence[Path], *, lease: Named | None = None, request: str = 
     console.print(_verdict(cluster))
     files = [run.recording for run in cluster.runs]
     if lease:
-        _tell_lease(Lease(*lease), files, console)
+        tell_lease(lease, files, console)
     if request:
-        _tell_request(request, files, console)
+        tell_request(request, files, console)
     if block:
-        _tell_block(*block, files, console)
+        tell_block(block, files, console)
     if cluster.failures:
         return EXIT_FAILED
     return EXIT_NO_RECORDING if cluster.unreadable or not any(run.inputs for run in cluster.runs) else 0
@@ -86,7 +81,7 @@ def _counts(what: str, counted: Counter[str]) -> str:
 
 def _print_findings(cluster: ClusterRun, console: Console) -> None:
     """The failures in the order of the common clock, the first few with what was around them; then the notes."""
-    failures = sorted(cluster.failures, key=_order(cluster))
+    failures = sorted(cluster.failures, key=_order(cluster)) if cluster.failures else []
     for place, finding in enumerate(failures[:SHOWN_MAX]):
         console.print(_line(finding, "red"), soft_wrap=True)
         if place < TOLD_AROUND_MAX and finding.sequence:
@@ -98,7 +93,7 @@ def _print_findings(cluster: ClusterRun, console: Console) -> None:
 
 
 def _order(cluster: ClusterRun) -> Callable[[Finding], tuple[int, int]]:
-    offsets = clock_offsets([run.recording.header for run in cluster.runs])
+    offsets = aligned([run.recording for run in cluster.runs])
     by_life = {run.facts.life: offset for run, offset in zip(cluster.runs, offsets, strict=True)}
     return lambda f: (f.at_ns + by_life[f.life] if f.life else 0, f.sequence)
 
@@ -127,57 +122,3 @@ def _near(recording: Recording, sequence: int) -> Iterator[Record]:
             yield record
         elif record.sequence > sequence:
             return
-
-
-# ---------------------------------------------------------------- histories
-
-
-def _tell_lease(lease: Lease, files: Sequence[Recording], console: Console) -> None:
-    found = tries_of(lease, files)
-    if not found:
-        _complain(f"no lease {lease.generation}{f' of {lease.node}' if lease.node else ''} in these recordings")
-    for (node, incarnation, generation), subject in found.items():
-        console.print(_story(f"lease {generation} of {title((node, incarnation))}", subject, files))
-
-
-def _tell_request(beginning: str, files: Sequence[Recording], console: Console) -> None:
-    found = requests_like(beginning.lower(), files)
-    if len(found) != 1:
-        fits = "no request begins so" if not found else f"{len(found)} requests begin so: give more of the id"
-        _complain(f"--request {beginning}: {fits}")
-        return
-    console.print(_story(f"request {found[0].hex()}", Subject(found[0]), files))
-
-
-def _story(name: str, subject: Subject, files: Sequence[Recording]) -> Table:
-    offsets = clock_offsets([recording.header for recording in files])
-    stories = [story_of(subject, r, offset) for r, offset in zip(files, offsets, strict=True)]
-    return table(name, merged(in_order(stories)))
-
-
-def _tell_block(node: str, block: int, files: Sequence[Recording], console: Console) -> None:
-    recordings = [r for r in files if node in ("", r.header.node)]
-    offsets = clock_offsets([recording.header for recording in recordings])
-    found = False
-    for recording, offset in zip(recordings, offsets, strict=True):
-        moments = BlockHistory(block, recording, offset).moments
-        if moments:
-            found = True
-            life = recording.header.node, recording.header.incarnation
-            console.print(table(f"block {block} of {title(life)}", moments))
-    if not found:
-        _complain(f"block {block}{f' of {node}' if node else ''} was never used in these recordings")
-
-
-def _complain(text: str) -> None:
-    print(f"pd-replay: {text}", file=sys.stderr)
-
-
-def named(option: str, text: str) -> Named | None:
-    """[NODE/]NUMBER. Raises ConfigError naming the option."""
-    node, _, number = text.rpartition("/")
-    if not text:
-        return None
-    if not number.isdecimal():
-        raise ConfigError(option, f"{text!r}: give its number, or NODE/NUMBER")
-    return node, int(number)

@@ -16,6 +16,7 @@ from pdbus.bus.messages import (
     Hello,
     LeaseId,
     Message,
+    Outcome,
     PrefillAccepted,
     PrefillCancel,
     PrefillDone,
@@ -31,6 +32,7 @@ from pdbus.bus.wire import Header, pack_u32
 from pdbus.connector.layout import geometry_for
 from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
+from pdbus.nodes import report
 from pdbus.nodes.core import CoreConfig, NodeCore
 from pdbus.nodes.peers import AVOID_NS, RELOAD_NS, peer_key
 
@@ -252,6 +254,22 @@ def test_a_peer_that_cannot_be_read_is_not_asked_and_tried_again() -> None:
     node.hear(ev.PeerAddEnded(peer=key))
     node.generate(request=b"q2", client="c2")
     assert any(isinstance(m, PrefillRequest) for m in node.said())
+
+
+def test_who_joins_a_peer_hears_which_side_is_still_starting() -> None:
+    node, address = Node("decode"), "tcp://peer:1"
+    hello = Hello(role="prefill", address=address, epoch=1, geometry=GEOMETRY)
+    node.hear(ev.JoinAsked(address=address))
+    node.hear(ev.LinkOpened(address=address, link="to peer"))
+    node.told(Welcome(hello=hello))
+    assert report.joined(node.core, address) is None
+    assert "linked with peer, but this node's own mover is still starting" in report.waiting(node.core, address)
+    node.up()
+    assert "peer is still starting: it is used by itself" in report.waiting(node.core, address)
+    node.told(agent(1, "peer"))
+    assert "still connecting to the memory of peer" in report.waiting(node.core, address)
+    node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 1)))
+    assert report.joined(node.core, address) == Outcome(target=address, ok=True, detail="peer")
 
 
 def test_a_peer_that_comes_back_after_its_goodbye_is_served(prefill: Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.server
 import json
 import threading
@@ -138,6 +139,14 @@ def test_the_node_gets_what_was_asked() -> None:
     [(prompt, sampling)] = client.asked
     assert prompt == [1, 2]
     assert sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
+def test_a_request_may_ask_for_more_time_than_the_default(path: str, body: dict[str, Any]) -> None:
+    client = FakeClient()
+    post(client, path, body)
+    post(client, path, {**body, "deadline_ms": 3_600_000})
+    assert client.deadlines_ms == [300_000, 3_600_000]
 
 
 # ---------------------------------------------------------------- streams
@@ -327,6 +336,8 @@ class LeavingClient:
 @pytest.mark.parametrize("before", [(), (token(0, "a"),)], ids=["before the first token", "after it"])
 def test_a_client_that_leaves_cancels_at_the_node(stream: bool, before: tuple[Any, ...]) -> None:
     async def scene() -> None:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         client = FakeClient([*before, asyncio.Event(), finished()])
         web = LeavingClient(client, {**PROMPT, "stream": stream})
         async with asyncio.TaskGroup() as group:
@@ -335,6 +346,8 @@ def test_a_client_that_leaves_cancels_at_the_node(stream: bool, before: tuple[An
             web.leave()
         assert client.generations[0].cancelled.is_set()
         assert b"[DONE]" not in b"".join(message.get("body", b"") for message in web.sent)
+        gc.collect()
+        assert complaints == [], "a client that leaves is nothing for the log"
 
     asyncio.run(scene())
 

@@ -235,6 +235,7 @@ def test_a_restarted_peer_is_proof_that_its_old_life_is_over() -> None:
 def test_a_retired_life_cannot_come_back() -> None:
     """Two nodes with one name would otherwise take it from each other for ever."""
     net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))  # it seems to be gone
     p2 = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
     p2.join(d)
     p.join(d)
@@ -248,6 +249,7 @@ def test_a_retired_life_cannot_come_back() -> None:
 def test_a_retired_life_that_has_outlived_the_one_after_it_is_taken_again() -> None:
     """Whoever started a second node under a name, and stopped it, gets the first one back by joining it."""
     net, p, d = pair()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))  # it seems to be gone
     p2 = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
     p2.join(d)
     d.join(p)
@@ -527,6 +529,45 @@ def test_a_cut_connection_stops_choosing_the_peer_until_it_is_heard() -> None:
     net.run(1)
     assert d.state_of("p") == "up"
     assert d.got(ms.PeerDown) == []
+
+
+def test_that_a_node_which_left_does_not_answer_is_no_news() -> None:
+    """It is called again, to be found when it comes back; who reads the log knows already that it has gone."""
+    net, p, d = pair()
+    p.handle(ms.Leaving())
+    p.die()
+    net.run(30)
+    assert d.state_of("p") == "left" and d.got(ms.CallFailed) == []
+
+
+def test_a_name_belongs_to_the_node_that_is_up() -> None:
+    """A second node started under the same name would push the first one out, and take its place when it ends."""
+    net, p, d = pair()
+    second = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
+    second.handle(ms.JoinAsked(address=d.address))
+    net.run(1)
+    assert [peer.incarnation for peer in d.machine.prefill_peers()] == [p.incarnation]
+    refused = [e.reason for e in second.got(ms.CallFailed)]
+    assert len(refused) == 1 and f"taken by the node at {p.address}" in refused[0] and "--name" in refused[0]
+
+
+def test_a_name_whose_node_has_vanished_is_free_again() -> None:
+    """Its link was idle, so nobody had noticed: being asked for its name is a reason to look."""
+    net, p, d = pair()
+    p.die()
+    second = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
+    second.handle(ms.JoinAsked(address=d.address))
+    net.run(40)
+    assert [peer.incarnation for peer in d.machine.prefill_peers()] == [second.incarnation]
+
+
+def test_a_called_node_with_the_name_of_another_that_is_up_is_refused() -> None:
+    net, p, d = pair()
+    second = Node(net, "p", "prefill", life=2, address="tcp://elsewhere:1")
+    d.handle(ms.JoinAsked(address=second.address))
+    net.run(1)
+    assert [peer.incarnation for peer in d.machine.prefill_peers()] == [p.incarnation]
+    assert any("--name" in e.reason for e in d.got(ms.CallFailed))
 
 
 def test_a_peer_killed_while_in_use_is_dead_a_second_after_its_connection_broke() -> None:

@@ -16,7 +16,8 @@ from pdbus.nodes import events as ev
 from pdbus.nodes.decode import Requests
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.findings import Kind
-from pdbus.nodes.replay.verify import named, verify
+from pdbus.nodes.replay.tell import named
+from pdbus.nodes.replay.verify import verify
 
 from .recorded_node import RecordedNode
 from tests.recordings import rewrite, rewrite_about, with_payload, write

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from pdbus.bus import Client, RequestError
+from pdbus.bus import Client, DeadlineExceeded, RequestError, SyncClient
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import EventsSnapshot, Published
 from pdbus.bus.publisher import Publisher, Subscriber
@@ -96,14 +96,14 @@ async def test_a_subscription_begins_with_the_state_and_goes_on_with_what_is_new
     node = FakeNode()
     node.bind()
     state = {"v": 0}
-    node.publisher.provide("load", lambda: dict(state))
+    node.publisher.provide("kv", lambda: dict(state))
 
     def put(value: int) -> None:
         state["v"] = value
-        node.publisher.publish("load", "put", {"v": value})
+        node.publisher.publish("kv", "put", {"v": value})
 
     put(1)
-    async with Client(node.address) as client, client.subscribe(["load@fake"]) as events:
+    async with Client(node.address) as client, client.subscribe(["kv@fake"]) as events:
         first = await anext(events)
         assert (first.event, first.data) == ("snapshot", {"v": 1})
         copy, value = first.data["v"], 1
@@ -122,18 +122,18 @@ async def test_a_hole_is_mended_by_a_snapshot() -> None:
     """A slow subscriber loses events silently; it must see that it has."""
     node = FakeNode()
     node.bind()
-    node.publisher.provide("load", lambda: {"all": node.publisher._sequences.get("load@fake", 0)})
-    async with Client(node.address) as client, client.subscribe(["load@fake"]) as events:
+    node.publisher.provide("kv", lambda: {"all": node.publisher._sequences.get("kv@fake", 0)})
+    async with Client(node.address) as client, client.subscribe(["kv@fake"]) as events:
         assert (await anext(events)).event == "snapshot"
-        await until(ready(node.publisher, events._queue, "load"))
-        await until(lambda: events._streams["load@fake"].sequence == node.publisher._sequences["load@fake"])
+        await until(ready(node.publisher, events._queue, "kv"))
+        await until(lambda: events._streams["kv@fake"].sequence == node.publisher._sequences["kv@fake"])
         while events._queue:
             await anext(events)
-        node.publisher._sequences["load@fake"] += 5  # as if five had been lost on the way
-        node.publisher.publish("load", "after", {})
+        node.publisher._sequences["kv@fake"] += 5  # as if five had been lost on the way
+        node.publisher.publish("kv", "after", {})
         mended = await anext(events)
         assert mended.event == "snapshot"
-        assert mended.data["all"] == node.publisher._sequences["load@fake"]
+        assert mended.data["all"] == node.publisher._sequences["kv@fake"]
     node.close()
 
 
@@ -169,10 +169,90 @@ async def test_a_subscription_ends_with_its_client() -> None:
     node.bind()
     client = Client(node.address)
     async with client:
-        events = client.subscribe(["load@fake"])
+        events = client.subscribe(["kv@fake"])
         await events.__aenter__()
-        await until(ready(node.publisher, events._queue, "load"))
+        await until(ready(node.publisher, events._queue, "kv"))
     events._queue.clear()
     with pytest.raises(StopAsyncIteration):
         await anext(events)
     node.close()
+
+
+@on_loop
+async def test_what_happens_after_entering_is_not_missed() -> None:
+    """A SUB socket connects in the background: entering waits until the publisher knows the subscription."""
+    node = FakeNode()
+    node.bind()
+    async with Client(node.address) as client:
+        for i in range(20):
+            async with client.subscribe(["request@fake"]) as events:
+                node.publisher.publish("request", "arrived", {"i": i})
+                assert (await anext(events)).data == {"i": i}
+    node.close()
+
+
+@on_loop
+async def test_what_happens_after_subscribe_returned_is_not_missed_without_asyncio() -> None:
+    node = FakeNode()
+    node.bind()
+    client = SyncClient(node.address)
+    await asyncio.to_thread(client.__enter__)
+    for topics in (["request@fake"], [""]):
+        events = await asyncio.to_thread(client.subscribe, topics)
+        node.publisher.publish("request", "arrived", {"topics": topics})
+        assert (await asyncio.to_thread(next, events)).data == {"topics": topics}
+        await asyncio.to_thread(events.close)
+    await asyncio.to_thread(client.close)
+    events.close()
+    node.close()
+
+
+@on_loop
+async def test_the_marks_of_others_are_no_events() -> None:
+    """Who follows all topics gets what the publisher answers to every other subscriber."""
+    node = FakeNode()
+    node.bind()
+    async with Client(node.address) as client, client.subscribe() as everything:
+        async with client.subscribe(["request"]):
+            node.publisher.publish("request", "arrived")
+            assert (await anext(everything)).event == "arrived"
+        assert everything._subscriber is not None and everything._subscriber.unreadable == 0
+    node.close()
+
+
+@on_loop
+async def test_a_publisher_that_does_not_answer_is_named() -> None:
+    node = FakeNode()
+    node.bind()
+    node.events = "tcp://127.0.0.1:9"
+    async with Client(node.address, timeout_s=0.2) as client:
+        with pytest.raises(DeadlineExceeded, match=r"fake at tcp://127.0.0.1:9 did not answer a subscription"):
+            await client.subscribe().__aenter__()
+    node.close()
+
+
+BAD_TOPICS: list[tuple[Any, str]] = [
+    (["foo"], "fake publishes nothing on 'foo'; there are kv@fake, lease@fake, node@fake, request@fake"),
+    (["request@other"], "fake publishes nothing on 'request@other'"),
+    (["request@fake", "node.load"], "fake publishes nothing on 'node.load'"),
+    ("request", "give a list of topics, got 'request'"),
+    (None, "give a list of topics, got None"),
+    ([3], "3 is no text"),
+    ([], "give at least one"),
+]
+
+
+@pytest.mark.parametrize(("topics", "problem"), BAD_TOPICS, ids=str)
+def test_a_topic_that_would_stay_silent_is_refused(topics: Any, problem: str) -> None:
+    @on_loop
+    async def scene() -> None:
+        node = FakeNode()
+        node.bind()
+        async with Client(node.address) as client:
+            with pytest.raises(RequestError) as raised:
+                await client.subscribe(topics).__aenter__()
+            assert raised.value.param == "topics"
+            assert problem in str(raised.value)
+        node.close()
+
+    scene()

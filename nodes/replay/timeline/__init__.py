@@ -1,0 +1,1 @@
+"""Recordings as one page with a timeline that can be zoomed."""
