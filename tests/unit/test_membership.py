@@ -143,6 +143,31 @@ def test_an_agent_of_an_epoch_that_is_over_is_ignored() -> None:
     assert d.got(ms.PeerAgent) == []
 
 
+def test_an_agent_of_a_rank_that_the_peer_has_not_is_rejected() -> None:
+    """Nothing is kept for whatever numbers a peer makes up."""
+    _, p, d = pair()
+    link = d.machine.prefill_peers()[0].link
+    header = Header(from_="p", from_inc=p.incarnation, to_inc=d.incarnation)
+    for rank in (-1, 1, 1 << 40):
+        d.forget()
+        d.hear(link, header, Agent(epoch=1, rank=rank))
+        assert d.got(ms.PeerAgent) == [] and len(d.got(ms.Rejected)) == 1
+
+
+def test_a_node_cannot_change_its_geometry_within_an_incarnation() -> None:
+    """Plans for its memory would be of another one."""
+    _, p, d = pair()
+    header = Header(from_="p", from_inc=p.incarnation)
+    d.forget()
+    changed = replace(p.machine.hello, geometry=replace(GEOMETRY, block_size=32))
+    d.hear("in:again", header, changed)
+    (refused,) = d.sent(Refused)
+    assert isinstance(refused, Refused) and refused.reason.startswith("its KV geometry is another than it said before")
+    d.forget()
+    d.hear("in:again", header, p.machine.hello)
+    assert d.sent(Refused) == []
+
+
 def test_tools_are_welcomed_and_forgotten() -> None:
     _, p, d = pair()
     header = Header(from_="tool", from_inc=b"t")
