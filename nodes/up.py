@@ -51,7 +51,7 @@ def run_up(
     )  # fmt: skip
     if cluster.taken:
         ports = ", ".join(f"port {port}" for port in sorted(cluster.taken))
-        console.print(f"taken: {ports}; the next free ones are used", style="dim")
+        console.print(f"taken: {ports}; the next free ones are used", style="dim", soft_wrap=True)
     return asyncio.run(serve(cluster, console))
 
 
