@@ -22,10 +22,22 @@ POISON = b"\xa5"
 CLEAN_S = 10.0  # for the last lease to end and the last read to be reported, on a busy machine
 
 
+def slabs_of(pid: int) -> list[Path]:
+    """The memfds that a control process holds its ranks' KV in."""
+    files = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda file: int(file.name))
+    return [file for file in files if os.readlink(file).startswith("/memfd:pdbus-kv")]
+
+
 def slab_of(pid: int) -> Path:
-    """The memfd that a control process holds its KV slab in."""
-    files = Path(f"/proc/{pid}/fd").iterdir()
-    return next(file for file in files if os.readlink(file).startswith("/memfd:"))
+    """Rank 0's."""
+    return slabs_of(pid)[0]
+
+
+def poison(pid: int) -> None:
+    """Fill the whole KV of a node with POISON. Whatever it had cached is spoilt: ask for no prefix of it again."""
+    for file in slabs_of(pid):
+        with open(file, "r+b") as slab, mmap.mmap(slab.fileno(), 0) as memory:
+            memory[:] = POISON * len(memory)
 
 
 class Answered(NamedTuple):
@@ -84,9 +96,7 @@ class Live:
         return here, there
 
     def poison(self, node: NodeProcess) -> None:
-        """Fill a node's whole KV slab with POISON. Whatever it had cached is spoilt: ask for no prefix of it again."""
-        with open(slab_of(node.pid), "r+b") as slab, mmap.mmap(slab.fileno(), 0) as memory:
-            memory[:] = POISON * len(memory)
+        poison(node.pid)
 
     def check_clean(self) -> None:
         """Both ledgers: nothing but free and cached blocks left, no lease, no read, no request."""

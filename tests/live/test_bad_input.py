@@ -89,6 +89,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETION, {"prompt": "x" * LIMIT}, "prompt", f"has {LIMIT} tokens; with one for the answer at most {LIMIT} fit"),
     (CHAT, user("x" * LIMIT), "messages", f"at most {LIMIT} fit"),
     (COMPLETION, hi(max_tokens=-1), "max_tokens", "must be between 1 and"),
+    (COMPLETION, hi(stop_token_ids=[10**6]), "stop_token_ids[0]", "must be a token id from 0 to"),
     (COMPLETION, hi(temperature=-0.5), "temperature", "must be between 0 and 2"),
     (COMPLETION, hi(top_p=-1), "top_p", "must be between 0 and 1"),
     (COMPLETION, hi(top_k=-3), "top_k", "must be between 0 and"),

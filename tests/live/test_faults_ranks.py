@@ -50,7 +50,14 @@ async def ranks_of(client: Client) -> list[dict[str, int]]:
     return ranks
 
 
-@pytest.mark.parametrize(("node", "child", "salt"), [("p", "worker", 1), ("p", "mover", 2), ("d", "mover", 3)])
+@pytest.mark.parametrize(
+    ("node", "child", "salt"),
+    [
+        ("p", "worker", 1),
+        pytest.param("p", "mover", 2, marks=pytest.mark.long),
+        pytest.param("d", "mover", 3, marks=pytest.mark.long),
+    ],
+)
 def test_one_rank_killed_while_its_kv_is_read(hurt: Site, node: str, child: str, salt: int) -> None:
     """All ranks of it are replaced under a new epoch; the request is computed elsewhere."""
 
@@ -76,6 +83,7 @@ def test_one_rank_killed_while_its_kv_is_read(hurt: Site, node: str, child: str,
     kill(hurt=hurt)
 
 
+@pytest.mark.long
 @scenario
 async def test_one_rank_of_the_decode_nodes_worker_killed_while_it_decodes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d:

@@ -39,6 +39,7 @@ def digested(status: dict[str, Any]) -> tuple[int, int]:
     return metrics["kv_digests_right_total"], metrics["kv_digests_wrong_total"]
 
 
+@pytest.mark.long
 def test_ranks_and_layouts_of_all_kinds_agree() -> None:
     """The prefill node's blocks, order and ranks are others than the decode node's."""
     with lone_nodes(Ranked) as lone:

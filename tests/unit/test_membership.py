@@ -143,6 +143,31 @@ def test_an_agent_of_an_epoch_that_is_over_is_ignored() -> None:
     assert d.got(ms.PeerAgent) == []
 
 
+def test_an_agent_of_a_rank_that_the_peer_has_not_is_rejected() -> None:
+    """Nothing is kept for whatever numbers a peer makes up."""
+    _, p, d = pair()
+    link = d.machine.prefill_peers()[0].link
+    header = Header(from_="p", from_inc=p.incarnation, to_inc=d.incarnation)
+    for rank in (-1, 1, 1 << 40):
+        d.forget()
+        d.hear(link, header, Agent(epoch=1, rank=rank))
+        assert d.got(ms.PeerAgent) == [] and len(d.got(ms.Rejected)) == 1
+
+
+def test_a_node_cannot_change_its_geometry_within_an_incarnation() -> None:
+    """Plans for its memory would be of another one."""
+    _, p, d = pair()
+    header = Header(from_="p", from_inc=p.incarnation)
+    d.forget()
+    changed = replace(p.machine.hello, geometry=replace(GEOMETRY, block_size=32))
+    d.hear("in:again", header, changed)
+    (refused,) = d.sent(Refused)
+    assert isinstance(refused, Refused) and refused.reason.startswith("its KV geometry is another than it said before")
+    d.forget()
+    d.hear("in:again", header, p.machine.hello)
+    assert d.sent(Refused) == []
+
+
 def test_tools_are_welcomed_and_forgotten() -> None:
     _, p, d = pair()
     header = Header(from_="tool", from_inc=b"t")
@@ -373,6 +398,41 @@ def test_a_link_in_use_carries_a_heartbeat_each_second_and_for_a_minute_after() 
     d.forget()
     net.run(30)
     assert len(d.sent(Heartbeat)) <= 2
+
+
+def test_no_heartbeats_go_to_a_peer_that_the_shell_watches_and_none_judges_its_silence() -> None:
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    d.forget()
+    p.die()
+    net.run(300)
+    assert d.effects == [] and d.machine.next_deadline() is None and d.state_of("p") == "up"
+
+
+def test_a_peer_that_is_watched_no_longer_is_silent_from_then_on() -> None:
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    p.die()
+    net.run(300)
+    d.handle(ms.WatchChanged(peer="p", watched=False))
+    net.run(4.9)
+    assert d.state_of("p") == "suspect"
+    net.run(0.2)
+    assert d.state_of("p") == "dead"
+
+
+def test_a_cut_ends_the_watching() -> None:
+    """Or nobody would find that the peer has gone."""
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    p.die()
+    d.forget()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    assert [e.watched for e in d.got(ms.PeerWatched)] == [False]
+    net.run(6)
+    assert d.state_of("p") == "dead"
 
 
 def test_a_heartbeat_that_asks_is_answered_with_our_load() -> None:
