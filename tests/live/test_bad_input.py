@@ -389,7 +389,7 @@ def test_what_is_no_bus_address_is_told_and_not_called(lone: Lone, d: NodeProces
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"coded_head_dim": 32}, "head_dim 32 against 16"),
     "dtype": ({"dtype": "float16"}, "dtype float16 against float32"),
-    "weights": ({"model_id": "other"}, "fingerprint other against coded-256"),
+    "weights": ({"model_id": "other"}, "the weights differ (fingerprint other against coded-256)"),
 }
 
 

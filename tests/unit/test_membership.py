@@ -661,7 +661,7 @@ def test_why_an_address_cannot_be_joined_is_told_once_until_the_reason_changes()
     assert d.got(ms.CallFailed) == [told]
     Node(net, "p", "prefill", model="other", fingerprint="g")
     net.run(60)
-    reason = "cannot share KV: fingerprint f against g"
+    reason = "cannot share KV: the weights differ (fingerprint f against g)"
     assert d.got(ms.CallFailed) == [told, ms.CallFailed(address="tcp://p:7400", name="p", reason=reason)]
 
 
@@ -672,7 +672,7 @@ def test_who_is_turned_away_is_told_once() -> None:
     net.run(120)
     [told] = p.got(ms.TurnedAway)
     assert (told.name, told.address) == ("d", d.address)
-    assert told.reason == "cannot share KV: fingerprint g against f"
+    assert told.reason == "cannot share KV: the weights differ (fingerprint g against f)"
 
 
 def test_a_call_to_a_peer_that_left_is_shown_with_the_peer() -> None:
