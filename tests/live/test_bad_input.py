@@ -7,6 +7,7 @@ import http.server
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -413,8 +414,7 @@ def test_a_pair_that_cannot_share_kv_is_refused_by_field_with_both_values(lone: 
 
 def reversed_pair(reason: str) -> str:
     """The same difference as the other side says it: its own value last."""
-    field, one, _, other = reason.split()
-    return f"{field} {other} against {one}"
+    return re.sub(r"(\S+) against ([^)]+)", r"\2 against \1", reason)
 
 
 def run_pd(*arguments: str) -> subprocess.CompletedProcess[str]:
