@@ -30,8 +30,10 @@ $(READY): pyproject.toml
 demo: $(READY)
 	@$(BIN)/pd demo
 
+# what needs no machine to itself first, on two cores; then real clusters, one after the other
 test: $(READY)
-	$(BIN)/pytest -q -m "not long"
+	$(BIN)/pytest -q -m "not long" -n 2 tests/unit tests/machines tests/sim tests/wire
+	$(BIN)/pytest -q -m "not long" tests/live
 
 check-long: $(READY)
 	$(BIN)/pytest -q
@@ -41,6 +43,7 @@ bench: $(READY)
 	$(BIN)/pd bench plan
 	$(BIN)/pd bench bus
 	$(BIN)/pd bench serve
+	$(BIN)/pd bench record
 
 lint: $(READY)
 	$(BIN)/ruff check

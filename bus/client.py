@@ -8,6 +8,7 @@ async with Client("tcp://127.0.0.1:7400") as client:
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from pdbus import __version__
 
 from .client_recorder import ClientBegan, ClientRecorder
 from .endpoint import Endpoint, Received
-from .errors import Broken, Closed, DeadlineExceeded, RequestError
-from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, sampling_of
+from .errors import Broken, Closed, ConfigError, DeadlineExceeded, RequestError
+from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, listed, sampling_of
 from .messages import (
     Cancel,
     Cancelled,
@@ -68,8 +69,9 @@ class Node(NamedTuple):
 class Client:
     """One connection to one node; any number of generations share it. Use it on one event loop, within `async with`.
 
-    Raises DeadlineExceeded or Broken naming the address when nobody answers there, and what the node's `error`
-    answers stand for: RequestError, Overloaded and so on. A node that was restarted is greeted anew by the next call.
+    Raises ConfigError for what is no address, DeadlineExceeded or Broken naming the address when nobody answers there,
+    and what the node's `error` answers stand for: RequestError, Overloaded and so on. A node that was restarted is
+    greeted anew by the next call.
     With `record`, a folder, all that it sends and gets is recorded there for `pd-replay`; prompts and answers only with
     `record_tokens`.
     """
@@ -83,8 +85,8 @@ class Client:
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
     ) -> None:
-        self.address = str(parse_address(address, "address")) if not address.startswith("ipc://") else address
-        self.timeout_s = timeout_s
+        self.address = _address(address)
+        self.timeout_s = _seconds(timeout_s)
         self._credit = credit
         self._record = Path(record) if record else None
         self._record_tokens = record_tokens
@@ -189,11 +191,13 @@ class Client:
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         """Ask the node to join these bus addresses: one outcome each. Waits as long as its handshakes may take."""
-        return (await self._ask(Connect(addresses=tuple(addresses)), ConnectReply, 2 * self.timeout_s)).outcomes
+        return (
+            await self._ask(Connect(addresses=listed(addresses, "addresses")), ConnectReply, 2 * self.timeout_s)
+        ).outcomes
 
     async def disconnect(self, targets: Sequence[str], *, timeout_s: float = 130.0) -> tuple[Outcome, ...]:
         """Ask the node to remove these members (name or address), each after its last lease: one outcome each."""
-        return (await self._ask(Disconnect(targets=tuple(targets)), DisconnectReply, timeout_s)).outcomes
+        return (await self._ask(Disconnect(targets=listed(targets, "targets")), DisconnectReply, timeout_s)).outcomes
 
     async def drain(self) -> None:
         """Ask the node to drain: to take nothing new, let what runs end, and stop."""
@@ -347,3 +351,17 @@ class Client:
         if silent_s > HEARTBEAT_S / 2:
             self._send(self._node, Heartbeat(reply=True))
         self._watch = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._look, now_s + HEARTBEAT_S)
+
+
+def _address(address: Any) -> str:
+    if isinstance(address, str) and address.startswith("ipc://"):
+        return address
+    if not isinstance(address, str):
+        raise ConfigError("address", f"must be text like tcp://host:port, got {address!r:.80}")
+    return str(parse_address(address, "address"))
+
+
+def _seconds(timeout_s: Any) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ConfigError("timeout_s", f"must be a number of seconds above 0, got {timeout_s!r:.80}")
+    return timeout_s

@@ -48,10 +48,11 @@ class Commands:
         if known is None:
             return self._remove_stranger(event, now_ns)
         known.removal = self._next()
+        effects = known.unwatch()
         if not known.move("remove", "removed"):
-            return []  # it is, or is about to be
+            return effects  # it is, or is about to be
         known.remove_ns = now_ns + self._config.removal_ns
-        return self.removed(known) if known.state is REMOVED or not known.busy else []
+        return effects + (self.removed(known) if known.state is REMOVED or not known.busy else [])
 
     def removed(self, known: Known) -> list[ms.MembershipEffect]:
         """Its last lease has ended, or was waited for long enough."""

@@ -36,7 +36,13 @@ def differences(yours: Hello, mine: Hello, unreadable: Unreadable) -> tuple[Diff
 
 
 def describe(fields: tuple[Difference, ...]) -> str:
-    return "cannot share KV: " + ", ".join(f"{name} {one} against {other}" for name, one, other in fields)
+    return "cannot share KV: " + ", ".join(map(_said, fields))
+
+
+def _said(field: Difference) -> str:
+    name, one, other = field
+    what = f"{name} {one} against {other}"
+    return f"the weights differ ({what})" if name == "fingerprint" else what
 
 
 def _serves(prefill: Hello, decode: Hello) -> bool:

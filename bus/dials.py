@@ -83,6 +83,10 @@ class Dials:
     def named(self, name: str) -> Dial | None:
         return next((d for d in self._dials.values() if d.name == name), None) if name else None
 
+    def names(self) -> dict[str, None]:
+        """Of all peers that are called."""
+        return dict.fromkeys(d.name for d in self._dials.values())
+
     def of(self, name: str, *addresses: str) -> list[Dial]:
         """All that are known to lead to a peer."""
         return [d for d in self._dials.values() if (name and d.name == name) or d.address in addresses]

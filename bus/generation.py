@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import wire
@@ -203,6 +203,8 @@ def _token_bytes(prompt: Any) -> bytes:
     try:
         if isinstance(prompt, bytes | bytearray | memoryview | Mapping):
             raise TypeError("no list")
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError("true and false are no ids")
         return wire.pack_u32(prompt)
     except (TypeError, OverflowError):
         problem = "the prompt must be text, a list of chat messages, or a list of token ids from 0 to 4294967295"
@@ -250,3 +252,14 @@ def sampling_of(sampling: Sampling | None, options: Mapping[str, Any]) -> Sampli
             f"{unknown[0]}: no such option; there are {', '.join(Sampling.__struct_fields__)}", param=unknown[0]
         )
     return Sampling(**options)
+
+
+def listed(values: Any, name: str) -> tuple[str, ...]:
+    """A list of texts. Raises RequestError naming the parameter `name`: one text would be taken for its letters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{name}: give a list of texts, got {values!r:.80}", param=name)
+    given = tuple(values)
+    for value in given:
+        if not isinstance(value, str):
+            raise RequestError(f"{name}: {value!r:.80} is no text", param=name)
+    return given

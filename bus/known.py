@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .members import MembershipConfig, Peer, PeerState, SendOn
+from .members import MembershipConfig, MembershipEffect, Peer, PeerState, PeerWatched, SendOn
 from .messages import Agent, Heartbeat, Hello, Message
 
 UP, SUSPECT, DEAD, LEFT = PeerState.UP, PeerState.SUSPECT, PeerState.DEAD, PeerState.LEFT
@@ -64,6 +64,7 @@ class Known:
     use_since_ns: int = 0  # silence counts from here at the earliest
     ping_ns: int = 0
     remove_ns: int = 0
+    watched: bool = False  # by the shell, while up
     removal: int = 0  # which command of the operator's removed it
     aliases: tuple[str, ...] = ()  # addresses that lead here too, beside the one that is called
 
@@ -91,6 +92,13 @@ class Known:
 
     def say(self, link: str, message: Message) -> SendOn:
         return SendOn(link=link, kind=message.KIND, message=message, to=self.name, to_inc=self.incarnation)
+
+    def unwatch(self) -> list[MembershipEffect]:
+        """Comes before whatever makes a watched peer less than up."""
+        if not self.watched:
+            return []
+        self.watched = False
+        return [PeerWatched(peer=self.record(), watched=False)]
 
     # ------------------------------------------------------------ silence
 
@@ -127,6 +135,8 @@ class Known:
     def deadline_ns(self, config: MembershipConfig) -> int | None:
         """When a Tick has something to do here."""
         if self.state not in LIVE:
+            return None
+        if self.watched:
             return None
         deadlines = [self.remove_ns] if self.state is REMOVING else []
         if self.busy or self.ping_ns < self.use_until_ns:

@@ -193,6 +193,15 @@ class BusyChanged(MembershipEvent):
     busy: bool
 
 
+class WatchChanged(MembershipEvent):
+    """Whether the shell itself watches this peer: then no pings go there, nobody judges its silence, and nothing that
+    it holds for us needs renewing. It ends by itself when the peer is not up any more. A simulation watches what no
+    fault will touch."""
+
+    peer: str
+    watched: bool
+
+
 class OwnAgentChanged(MembershipEvent):
     """A rank of ours has an agent. A higher epoch than before voids the other ranks' agents."""
 
@@ -304,6 +313,13 @@ class TurnedAway(MembershipEffect):
     name: str
     address: str
     reason: str
+
+
+class PeerWatched(MembershipEffect):
+    """The shell watches this peer, or does so no longer."""
+
+    peer: Peer
+    watched: bool
 
 
 class PeerDraining(MembershipEffect):

@@ -17,7 +17,7 @@ not the peer's silence. A cut connection makes a peer suspect at once and starts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import members as ms
@@ -48,6 +48,8 @@ class Membership:
         self._load = Heartbeat()
         self._draining = False
         self._leaving = False
+        self._deadline: int | None = None
+        self._deadline_known = False
         self._handlers: dict[type[ms.MembershipEvent], Callable[[Any, int], list[ms.MembershipEffect]]] = {
             ms.JoinAsked: self._commands.join,
             ms.RemoveAsked: self._commands.remove,
@@ -65,6 +67,7 @@ class Membership:
             ms.StaleReceived: self._stale_received,
             ms.Tick: self._tick,
             ms.BusyChanged: self._busy_changed,
+            ms.WatchChanged: self._watch_changed,
             ms.OwnAgentChanged: self._own_agent_changed,
             ms.OwnLoadChanged: self._own_load_changed,
             ms.DrainStarted: self._drain_started,
@@ -74,18 +77,41 @@ class Membership:
     # ------------------------------------------------------------ the doors
 
     def handle(self, event: ms.MembershipEvent, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._alone_concerned(event) if self._deadline_known else None
+        before = known.deadline_ns(self._config) if known else None
         effects = self._refused_as_stale(event)
         if effects is None:
             effects = self._handlers[type(event)](event, now_ns)
-        if type(event) is not ms.Heard and not self._leaving:
-            effects.extend(ms.OpenLink(address=a) for a in self._dials.start_due(now_ns))
+        if type(event) is not ms.Heard and not self._leaving and (due := self._dials.start_due(now_ns)):
+            effects.extend(ms.OpenLink(address=a) for a in due)
+            known = None
+        self._deadline_moved(known, before)
         return effects
 
     def next_deadline(self) -> int | None:
-        deadlines = [p.deadline_ns(self._config) for p in self._roster.all()]
-        if not self._leaving:
-            deadlines.append(self._dials.next_due_ns())
-        return min((d for d in deadlines if d is not None), default=None)
+        if not self._deadline_known:
+            deadlines = [p.deadline_ns(self._config) for p in self._roster.all()]
+            if not self._leaving:
+                deadlines.append(self._dials.next_due_ns())
+            self._deadline, self._deadline_known = min((d for d in deadlines if d is not None), default=None), True
+        return self._deadline
+
+    def _alone_concerned(self, event: ms.MembershipEvent) -> Known | None:
+        """The one peer whose deadline these frequent events can move: with many peers, looking at all is slow."""
+        if isinstance(event, ms.Heard):
+            known = self._roster.get(event.header.from_)
+        elif isinstance(event, ms.BusyChanged):
+            known = self._roster.get(event.peer)
+        else:
+            return None
+        return known if known is not None and known.state is UP else None
+
+    def _deadline_moved(self, known: Known | None, before: int | None) -> None:
+        after = known.deadline_ns(self._config) if known else None
+        if known is None or (before == self._deadline and after != before):
+            self._deadline_known = False
+        elif after is not None and (self._deadline is None or after < self._deadline):
+            self._deadline = after
 
     def accepts(self, header: Header, kind: str) -> bool:
         """Whether a message may be acted on: both incarnations are current, and a hello came first if it must."""
@@ -99,13 +125,17 @@ class Membership:
         """Those that are up or suspect."""
         return [p.record() for p in self._roster.usable()]
 
-    def prefill_peers(self) -> list[ms.Peer]:
+    def prefill_names(self) -> list[str]:
         """Those that a decode node may send a new prompt to: up, not draining, with a link."""
         return [
-            p.record()
+            p.name
             for p in self._roster.all()
             if p.state is UP and not p.draining and p.link and p.hello.role in PREFILL_ROLES
         ]
+
+    def prefill_peers(self) -> list[ms.Peer]:
+        """The same as records."""
+        return [p for name in self.prefill_names() if (p := self.peer(name)) is not None]
 
     def members(self) -> list[ms.Peer]:
         """Everyone that we know or try to reach, whatever the state, with the reason; for people and tools."""
@@ -136,6 +166,16 @@ class Membership:
             known.use_until_ns = now_ns + self._config.in_use_ns
         known.busy = event.busy
         return self._commands.removed(known) if known.state is REMOVING and not event.busy else []
+
+    def _watch_changed(self, event: ms.WatchChanged, now_ns: int) -> list[ms.MembershipEffect]:
+        known = self._roster.get(event.peer)
+        if known is None or known.state is not UP or known.watched == event.watched:
+            return [ms.rejected(event, "no change, or no peer that is up")]
+        if not event.watched:
+            known.forgive(now_ns)
+            return known.unwatch()
+        known.watched = True
+        return [ms.PeerWatched(peer=known.record(), watched=True)]
 
     def _own_agent_changed(self, event: ms.OwnAgentChanged, now_ns: int) -> list[ms.MembershipEffect]:
         if event.agent.epoch < self._hello.epoch:
@@ -175,10 +215,11 @@ class Membership:
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
+        unwatched = known.unwatch()
         known.move("cut", "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
         known.cut(now_ns)
-        return []
+        return unwatched
 
     # ------------------------------------------------------------ hello, welcome, refused
 
@@ -243,8 +284,7 @@ class Membership:
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
-        for member in event.message.members:
-            self._learn(member, now_ns)
+        self._learn(event.message.members, now_ns)
         return [*effects, *self._present(known, event.link), *self._announce(known)]
 
     def _refused_received(self, event: ms.RefusedReceived, now_ns: int) -> list[ms.MembershipEffect]:
@@ -303,6 +343,7 @@ class Membership:
             self._dials.ask(dial, now_ns)
         if known.state is LEFT:
             return effects  # its goodbye was proof enough
+        effects += known.unwatch()
         over = replace(known.record(), state=LEFT, reason=reason)
         return [*effects, ms.PeerDown(peer=over, reason=reason, proven=True)]
 
@@ -320,12 +361,15 @@ class Membership:
         peer = known.record()
         return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
-    def _learn(self, member: Member, now_ns: int) -> None:
+    def _learn(self, members: Sequence[Member], now_ns: int) -> None:
         """Who joins calls everyone that a welcome names, whatever they do, so that all come to know it, and it them."""
-        known = self._roster.get(member.name)
-        introduced = known is not None and known.state in USABLE
-        if member.name != self._config.name and not introduced and self._dials.named(member.name) is None:
-            self._call(member.name, member.address, now_ns)
+        called = self._dials.names()
+        for member in members:
+            known = self._roster.get(member.name)
+            introduced = known is not None and known.state in USABLE
+            if member.name != self._config.name and not introduced and member.name not in called:
+                self._call(member.name, member.address, now_ns)
+                called[member.name] = None
 
     def _want(self, known: Known, now_ns: int) -> None:
         """A peer has told its address itself: that counts more than the one we knew."""
@@ -348,7 +392,7 @@ class Membership:
         if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:
             return
         dial = self._dials.at(address)
-        if dial is None and self._dials.named(name) is None and not self._dials.full():
+        if dial is None and not self._dials.full() and self._dials.named(name) is None:
             self._dials.add(address, name, now_ns)
         elif dial is not None and dial.state in (DialState.WAITING, DialState.REFUSED):
             self._dials.ask(dial, now_ns)
@@ -421,9 +465,10 @@ class Membership:
         if known.state is REMOVING:
             return self._commands.removed(known)
         why = f"it said goodbye: {event.message.reason}".removesuffix(": ")
+        unwatched = known.unwatch()
         known.move("goodbye", why)
         known.inn = ""
-        return self._down(known, why, True, now_ns)
+        return unwatched + self._down(known, why, True, now_ns)
 
     def _drain_received(self, event: ms.DrainReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
@@ -462,6 +507,8 @@ class Membership:
         return effects
 
     def _watch(self, known: Known, now_ns: int) -> list[ms.MembershipEffect]:
+        if known.watched:
+            return []
         if known.state is REMOVING and now_ns >= known.remove_ns:
             return self._commands.removed(known)
         if not known.in_use(now_ns):
@@ -485,8 +532,9 @@ class Membership:
         """Our judgement only: nothing is proven."""
         if known.state is REMOVING:
             return self._commands.removed(known)
+        unwatched = known.unwatch()
         known.move("lost", reason)
-        return self._down(known, reason, False, now_ns)
+        return unwatched + self._down(known, reason, False, now_ns)
 
     def _down(self, known: Known, reason: str, proven: bool, now_ns: int) -> list[ms.MembershipEffect]:
         effects = ms.closing(known.out)

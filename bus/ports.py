@@ -72,6 +72,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def unknown_host(host: str) -> str:
+    """Why nobody here knows `host`; '' for an address, and for a name that resolves."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as e:
+        return e.strerror or str(e)
+    return ""
+
+
 def advertised(bound: str, asked: str = "", *, setting: str = "--advertise") -> str:
     """What peers are told to call: what was asked for, else where we are bound, a wildcard replaced by our address.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import Closed, DeadlineExceeded, PdError, RequestError
+from .generation import listed
 from .messages import EventsSnapshot, EventsSnapshotReply, Published
 from .publisher import EVENT_GROUPS, Subscriber
 from .stream import (
@@ -166,13 +167,7 @@ class Subscription:
 
 
 def _checked(topics: Any) -> tuple[str, ...]:
-    """Raises RequestError for what is no list of topics: text would be taken for a list of letters."""
-    if isinstance(topics, str | bytes) or not isinstance(topics, Iterable):
-        raise RequestError(f"topics: give a list of topics, got {topics!r:.80}", param="topics")
-    given = tuple(topics)
-    for topic in given:
-        if not isinstance(topic, str):
-            raise RequestError(f"topics: {topic!r:.80} is no text", param="topics")
+    given = listed(topics, "topics")
     if not given:
         raise RequestError("topics: give at least one; '' is all", param="topics")
     return given

@@ -78,6 +78,7 @@ from .handoff import (
     OwnerEpoch,
     OwnerGone,
     OwnerSaid,
+    OwnerWatched,
     PostRead,
     PrefillFinished,
     ReadDone,
@@ -86,7 +87,7 @@ from .handoff import (
     ReadsFinished,
     Say,
 )
-from .timers import Timers
+from .timers import Timers, earliest
 from .transfer import Heard, Peer, Transfers
 
 ASKS_MAX = 2  # the request and one repeat; a third silence in a row would cost more than another node
@@ -104,6 +105,7 @@ class Fetches:
         self._config = config
         self._fetches: dict[bytes, Fetch] = {}
         self._by_peer: dict[Peer, dict[bytes, None]] = {}  # requests in reading or claiming
+        self._watched: dict[Peer, None] = {}  # by the shell
         self._cancels: dict[TryId, Say] = {}  # said once, to be said once more
         self._clocks: Timers[tuple[Clock, bytes]] = Timers()
         self._renewals: Timers[Peer] = Timers()
@@ -131,6 +133,8 @@ class Fetches:
                 return self._fail_all(self._at((event.node, event.incarnation)), why, now_ns)
             case OwnerEpoch():
                 return self._owner_epoch(event, now_ns)
+            case OwnerWatched():
+                return self._owner_watched(event, now_ns)
             case FetchLeft():
                 return self._left(event.request, now_ns)
             case FetchTick():
@@ -138,8 +142,12 @@ class Fetches:
         raise LocalProtocolError(f"no fetch event: {type(event).__name__}")
 
     def next_deadline(self) -> int | None:
-        clocks = (self._clocks, self._renewals, self._cancel_clocks, self.transfers)
-        return min((at for clock in clocks if (at := clock.next_deadline()) is not None), default=None)
+        return earliest(
+            self._clocks.next_deadline(),
+            self._renewals.next_deadline(),
+            self._cancel_clocks.next_deadline(),
+            self.transfers.next_deadline(),
+        )
 
     def peer_blocked(self, node: str, incarnation: bytes) -> bool:
         """R9: asking this node now would fail at once."""
@@ -169,10 +177,14 @@ class Fetches:
         if self.peer_blocked(*fetch.peer):
             return self._fail(fetch, Why.PEER_BLOCKED, now_ns)
         self._clocks.set((Clock.DEADLINE, event.request), event.deadline_ns)
-        self._clocks.set((Clock.RENEWED, event.request), now_ns + self._renewed_within_ns())
+        if fetch.peer not in self._watched:
+            self._await_renewal(fetch, now_ns)
+        return [self._ask(fetch, now_ns)]
+
+    def _await_renewal(self, fetch: Fetch, now_ns: int) -> None:
+        self._clocks.set((Clock.RENEWED, fetch.asked.request), now_ns + self._renewed_within_ns())
         if fetch.peer not in self._renewals:
             self._renewals.set(fetch.peer, now_ns + self._config.renew_ns)
-        return [self._ask(fetch, now_ns)]
 
     def _ask(self, fetch: Fetch, now_ns: int) -> Ask:
         fetch.asks += 1
@@ -225,7 +237,8 @@ class Fetches:
             self.counters["lease.renewed.late"] += 1
             return []
         if entry.held:
-            self._clocks.set((Clock.RENEWED, fetch.asked.request), now_ns + self._renewed_within_ns())
+            if fetch.peer not in self._watched:
+                self._clocks.set((Clock.RENEWED, fetch.asked.request), now_ns + self._renewed_within_ns())
             return self._announced(event, fetch, entry, 0, now_ns)
         if fetch.lease is None or entry.lease != fetch.lease or not self._is_from(event, fetch):
             return []  # said before P had the request, or of another lease: nothing about ours
@@ -270,6 +283,20 @@ class Fetches:
             fetch.epoch = max(fetch.epoch, event.epoch)
         ended = [fetch for fetch in fetches if fetch.lease is not None and fetch.lease.epoch < event.epoch]
         return self._fail_all(ended, Why.EPOCH_ENDED, now_ns)
+
+    def _owner_watched(self, event: OwnerWatched, now_ns: int) -> list[FetchEffect]:
+        """Every lease there counts as renewed now."""
+        peer = (event.node, event.incarnation)
+        if event.watched:
+            self._watched[peer] = None
+            self._renewals.clear(peer)
+            for fetch in self._at(peer):
+                self._clocks.clear((Clock.RENEWED, fetch.asked.request))
+        else:
+            self._watched.pop(peer, None)
+            for fetch in self._at(peer):
+                self._await_renewal(fetch, now_ns)
+        return []
 
     # ------------------------------------------------------------ announcements and reads
 

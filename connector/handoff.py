@@ -141,6 +141,14 @@ class ReaderCame(OfferEvent):
     incarnation: bytes
 
 
+class ReaderWatched(OfferEvent):
+    """Whether the shell watches this decode node: then its leases do not expire, and need no renewing."""
+
+    node: str
+    incarnation: bytes
+    watched: bool
+
+
 class EpochBegan(OfferEvent):
     """The loss of a worker or mover raised the epoch: every lease of an older one ends, before anything else."""
 
@@ -294,6 +302,14 @@ class KvChecked(FetchEvent):
     request: bytes
     attempt: int
     problem: str = ""
+
+
+class OwnerWatched(FetchEvent):
+    """Whether the shell watches this prefill node: then its leases do not expire, and nothing is renewed there."""
+
+    node: str
+    incarnation: bytes
+    watched: bool
 
 
 class FetchLeft(FetchEvent):

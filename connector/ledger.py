@@ -90,6 +90,10 @@ class LeaseLedger:
         self._timers.set((Clock.EXPIRY, lease), now_ns + self._config.lease_ns)
         return True
 
+    def keep(self, lease: LeaseId) -> None:
+        """A held lease does not expire until it is renewed; it ends by its deadline at the latest."""
+        self._timers.clear((Clock.EXPIRY, lease))
+
     def pop(self, lease: LeaseId, cause: Cause, now_ns: int) -> Grant:
         """The one end of a lease. Raises LocalProtocolError when it is not held."""
         if lease not in self._held:

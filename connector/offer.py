@@ -71,6 +71,7 @@ from .handoff import (
     ReaderCame,
     ReaderGone,
     ReaderSaid,
+    ReaderWatched,
     ShutdownBegan,
     StartPrefill,
     StopPrefill,
@@ -149,6 +150,7 @@ class Offers:
         self._ledger = LeaseLedger(name, incarnation, config)
         self._offers: dict[TryId, Offer] = {}  # live and ending
         self._gone: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # readers proven over, oldest first
+        self._watched: dict[tuple[str, bytes], None] = {}  # readers that the shell watches
 
     def handle(self, event: OfferEvent, now_ns: int) -> list[OfferEffect]:
         """The one door. Raises LocalProtocolError, and changes nothing, when our own engine reports nonsense."""
@@ -168,6 +170,8 @@ class Offers:
             case ReaderCame():
                 self._gone.pop((event.node, event.incarnation), None)
                 return []
+            case ReaderWatched():
+                return self._reader_watched(event, now_ns)
             case EpochBegan():
                 return self._epoch_began(event, now_ns)
             case DrainBegan():
@@ -263,6 +267,8 @@ class Offers:
             return self._refuse(event, "no_room", retry_after_ms=RETRY_AFTER_MS)
         deadline_ns = now_ns + message.deadline_ms * MS
         lease = self._ledger.grant(message.try_, reserved.blocks, self.epoch, deadline_ns, now_ns)
+        if (message.try_.node, message.try_.incarnation) in self._watched:
+            self._ledger.keep(lease)
         offer = Offer(
             try_=message.try_,
             link=event.link,
@@ -378,7 +384,8 @@ class Offers:
         if offer is None or offer.state not in LIVE or entry.lease not in (None, offer.lease):
             self.counters["renew.not_held"] += 1
             return RenewedEntry(try_=entry.try_, held=False, lease=entry.lease)
-        self._ledger.renew(offer.lease, now_ns)
+        if (event.node, event.incarnation) not in self._watched:
+            self._ledger.renew(offer.lease, now_ns)
         offer.link = event.link
         return RenewedEntry(try_=offer.try_, held=True, **self._state(offer))
 
@@ -389,6 +396,21 @@ class Offers:
             self._gone.popitem(last=False)
         gone = [o for o in self._offers.values() if (o.try_.node, o.try_.incarnation) == reader and o.state in LIVE]
         return [effect for offer in gone for effect in self._end(offer, Cause.READER_DEAD, now_ns)]
+
+    def _reader_watched(self, event: ReaderWatched, now_ns: int) -> list[OfferEffect]:
+        """Every lease counts as renewed now."""
+        reader = (event.node, event.incarnation)
+        if event.watched:
+            self._watched[reader] = None
+        else:
+            self._watched.pop(reader, None)
+        for offer in self._offers.values():
+            if (offer.try_.node, offer.try_.incarnation) == reader and offer.state in LIVE:
+                if event.watched:
+                    self._ledger.keep(offer.lease)
+                else:
+                    self._ledger.renew(offer.lease, now_ns)
+        return []
 
     # ------------------------------------------------------------ the node
 

@@ -10,6 +10,15 @@ K = TypeVar("K")
 SLACK = 64  # stale heap entries tolerated beside as many as there are timers, before the heap is rebuilt
 
 
+def earliest(*deadlines: int | None) -> int | None:
+    """The first of those that there are."""
+    first = None
+    for deadline in deadlines:
+        if deadline is not None and (first is None or deadline < first):
+            first = deadline
+    return first
+
+
 class Timers(Generic[K]):
     """Setting a key again moves its deadline. Of equal deadlines the one set first is due first."""
 
@@ -40,18 +49,19 @@ class Timers(Generic[K]):
         return entry[0] if entry else None
 
     def next_deadline(self) -> int | None:
-        self._drop_stale()
-        return self._heap[0][0] if self._heap else None
+        heap, current = self._heap, self._at
+        while heap:
+            at_ns, order, key = heap[0]
+            if current.get(key) == (at_ns, order):
+                return at_ns
+            heapq.heappop(heap)
+        return None
 
     def pop_due(self, now_ns: int) -> K | None:
         """The key whose deadline passed longest ago, removed; None when none has."""
-        self._drop_stale()
-        if not self._heap or self._heap[0][0] > now_ns:
+        due = self.next_deadline()
+        if due is None or due > now_ns:
             return None
         _, _, key = heapq.heappop(self._heap)
         del self._at[key]
         return key
-
-    def _drop_stale(self) -> None:
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][:2]:
-            heapq.heappop(self._heap)

@@ -6,7 +6,7 @@ import logging
 
 from pdbus.bus.endpoint import Endpoint
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.ports import Address, advertised, bind_first_free, is_wildcard, need_free, parse_address
+from pdbus.bus.ports import Address, advertised, bind_first_free, is_free, is_wildcard, need_free, parse_address
 from pdbus.bus.publisher import Publisher
 
 from .config import NodeConfig
@@ -26,9 +26,14 @@ def bind_bus(config: NodeConfig, endpoint: Endpoint, publisher: Publisher) -> tu
     else:
         bus = bind_first_free(lambda triple: endpoint.bind(str(Address(listen.host, triple.bus))), listen.host)
         if parse_address(bus, "--listen").port != listen.port:
-            log.info("port %d is taken: listening on %s", listen.port, bus)
+            log.info("port %d is taken: listening on %s", _taken(listen), bus)
     address = advertised(bus, config.advertise if config.advertise_asked else "")
     return address, _reachable(_bind_events(config, publisher, parse_address(bus, "--listen")), address)
+
+
+def _taken(wanted: Address) -> int:
+    """Which of the three ports from the wanted one on is not to be had."""
+    return next((p for p in range(wanted.port, wanted.port + 3) if not is_free(wanted.host, p)), wanted.port)
 
 
 def _bind_events(config: NodeConfig, publisher: Publisher, bus: Address) -> Address:
@@ -38,7 +43,9 @@ def _bind_events(config: NodeConfig, publisher: Publisher, bus: Address) -> Addr
     try:
         return parse_address(publisher.bind(str(Address(bus.host, bus.port + 1))), "--events")
     except ConfigError:
-        return parse_address(publisher.bind(str(Address(bus.host, 0))), "--events")
+        events = parse_address(publisher.bind(str(Address(bus.host, 0))), "--events")
+        log.info("port %d is taken: events on %s", bus.port + 1, events)
+        return events
 
 
 def _reachable(bound: Address, advertised_bus: str) -> str:

@@ -118,6 +118,7 @@ class HttpServer:
             problem = f"HTTP needs the package {missing[0]}: pip install 'pdbus[http]', or give 0 for no HTTP"
             raise ConfigError("--http-port", problem)
         self._bus = bus
+        self._name = config.name
         self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
         port = self._socket.getsockname()[1]
         if port != config.http_port:
@@ -132,7 +133,7 @@ class HttpServer:
 
     async def start(self) -> None:
         fd = self._socket.fileno()
-        args = HttpArgs(bus=self._bus, fd=fd, url=self.url, parent=os.getpid())
+        args = HttpArgs(bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid())
         self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
 
     async def stop(self) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pdbus import __version__
 from pdbus.bus.errors import ConfigError, PdError, RequestError
 from pdbus.bus.ports import parse_address
 
@@ -31,9 +32,11 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or the
 NODE_ADDRESS = "tcp://127.0.0.1:7400"
 
 
-def _address(text: str | list[str]) -> str | list[str]:
+def _address(context: typer.Context, parameter: typer.CallbackParam, text: str | list[str]) -> str | list[str]:
+    source = context.get_parameter_source(parameter.name or "")
+    said = "PD_ADDRESS" if source and source.name == "ENVIRONMENT" else str(parameter.metavar).rstrip(".")
     for address in [text] if isinstance(text, str) else text:
-        parse_address(address, "ADDRESS")
+        parse_address(address, said)
     return text
 
 
@@ -160,6 +163,9 @@ def replay_main() -> None:
 
 
 def _run(chosen: typer.Typer, program: str) -> None:
+    if sys.argv[1:] == ["--version"]:
+        print(f"{program} {__version__}")
+        return
     command: Callable[..., Any] = typer.main.get_command(chosen).main
     try:
         code = command(prog_name=program, standalone_mode=False)

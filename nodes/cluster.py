@@ -66,8 +66,10 @@ class Cluster:
         self._environment = dict(environment or {})
         self._command = (*command, *(("--config", str(config)) if config else ()))
         self._on_line, self._logs = on_line, logs
+        self.taken: list[int] = []  # of the ports from bus_port and from http_port on: others had them
         counts = {"prefill": prefill, "both": both, "decode": decode}
-        self._build(counts, _free_ports(bus_port, 3), _free_ports(http_port or bus_port, 1))
+        ports, http_ports = _free_ports(bus_port, 3, self.taken), _free_ports(http_port or bus_port, 1, self.taken)
+        self._build(counts, ports, http_ports)
 
     def _build(self, counts: Mapping[str, int], ports: Iterator[int], http_ports: Iterator[int]) -> None:
         roles = [role for role, count in counts.items() for _ in range(count)]
@@ -217,15 +219,17 @@ def partition_cores(cores: Sequence[int], nodes: int) -> list[tuple[int, ...]]:
     return [tuple(cores[i * len(cores) // nodes : (i + 1) * len(cores) // nodes]) for i in range(nodes)]
 
 
-def _free_ports(start: int, count: int) -> Iterator[int]:
-    """First ports of runs of `count` free ones, from `start` upwards; without it from anywhere out of the way."""
+def _free_ports(start: int, count: int, taken: list[int]) -> Iterator[int]:
+    """First ports of runs of `count` free ones, from `start` upwards in steps of `count`, as a node looks for them;
+    without it from anywhere out of the way. `taken` hears of those that bar a run."""
     port = start or random.randrange(PORTS_FROM, PORTS_TO, 8)
     while port + count <= 65_536:
-        if all(is_free("127.0.0.1", p) for p in range(port, port + count)):
-            yield port
-            port += count
+        barred = [p for p in range(port, port + count) if not is_free("127.0.0.1", p)]
+        if barred:
+            taken += barred
         else:
-            port += 1
+            yield port
+        port += count
     raise Broken(f"no {count} free ports in a row above {start}")
 
 

@@ -12,13 +12,13 @@ import os
 import secrets
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.ports import is_loopback, is_wildcard
+from pdbus.bus.ports import is_loopback, is_wildcard, unknown_host
 from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("role", "Node", "ROLE", values.choice("prefill", "decode", "both"), "both",
             "prefill, decode or both: what this node does."),
     Setting("name", "Node", "NAME", values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -"),
-            _name, "The node's name, unlike any other's.", "the role and four random digits"),
+            _name, "The node's name, unlike any other's.", "the role and four random hex digits"),
     Setting("run_dir", "Node", "DIR", str, lambda c, host: host.run_dir,
             "Where the node makes a private folder for its sockets.", "$XDG_RUNTIME_DIR or /tmp"),
     Setting("listen", "Bus", _ADVERTISED, values.address(free_port=True), "tcp://127.0.0.1:7400",
@@ -258,6 +258,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Keep at most so much of this node's recordings: the newest.", "`4GiB`"),
     Setting("record_tokens", "Trace", "", values.switch, False, "Record sampled tokens as well."),
 )  # fmt: skip
+OTHER_VARIABLES = {"PD_CONFIG", "PD_ADDRESS", "PD_CACHE"}
+SLIP_LIKENESS = 0.85  # PD_KV_BLOK is PD_KV_BLOCKS; PD_PORT, as Kubernetes sets it for a service, is nobody's slip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -297,8 +299,11 @@ def load(
     """The node's settings from options (text by setting name), environment and file. Raises ConfigError."""
     given = _Given()
     given.add({name: (text, _option(name)) for name, text in flags.items()})
-    given.add({s.name: (environ[s.variable], s.variable) for s in SETTINGS if environ and environ.get(s.variable)})
-    given.add(_from_file(file) if file else {})
+    environ = environ or {}
+    _refuse_slips(environ)
+    given.add({s.name: (environ[s.variable], s.variable) for s in SETTINGS if environ.get(s.variable)})
+    if file:
+        given.add(_from_file(file, "PD_CONFIG" if environ.get("PD_CONFIG") == str(file) else "--config"))
     return _resolve(given, host or this_host())
 
 
@@ -313,8 +318,8 @@ def _resolve(given: _Given, host: Host) -> NodeConfig:
     return NodeConfig(**fields, **asked, written={_option(name): how for name, how in given.written.items()})
 
 
-def _from_file(file: Path) -> dict[str, tuple[str, str]]:
-    table = read_toml(file)
+def _from_file(file: Path, said: str) -> dict[str, tuple[str, str]]:
+    table = read_toml(file, said)
     node = table.pop("node", {})
     if not isinstance(node, dict):
         raise ConfigError(f"node ({file.name})", "is a table: write [node], then one key = value a line")
@@ -322,23 +327,34 @@ def _from_file(file: Path) -> dict[str, tuple[str, str]]:
     for key, value in (*node.items(), *table.items()):
         name, written = key.replace("-", "_"), f"{key} ({file.name})"
         if name not in _BY_NAME:
-            raise ConfigError(written, f"is no setting of a node; the nearest is {_nearest(name)}")
+            raise ConfigError(written, f"is no setting of a node{_nearest(name, _BY_NAME)}")
         found.setdefault(name, (_toml_text(written, value), written))
     return found
 
 
-def read_toml(file: Path) -> dict[str, Any]:
-    """The whole file. Raises ConfigError naming `--config`."""
+def read_toml(file: Path, said: str) -> dict[str, Any]:
+    """The whole file. Raises ConfigError naming what said so, `--config` or PD_CONFIG."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ConfigError("--config", f"cannot read {file}: {e.strerror}") from None
+        raise ConfigError(said, f"cannot read {file}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError("--config", f"{file} is not TOML: {e}") from None
+        raise ConfigError(said, f"{file} is not TOML: {e}") from None
 
 
-def _nearest(name: str) -> str:
-    return difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)[0]
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; the nearest is {close[0]}" if close else "; `pd-node --help` lists them all"
+
+
+def _refuse_slips(environ: Mapping[str, str]) -> None:
+    """A variable that is nearly one of ours is a slip of the pen; other programs' may begin with PD_ as well."""
+    known = {setting.variable for setting in SETTINGS} | OTHER_VARIABLES
+    for variable in sorted(environ):
+        if variable.startswith("PD_") and variable not in known:
+            close = difflib.get_close_matches(variable, sorted(known), n=1, cutoff=SLIP_LIKENESS)
+            if close:
+                raise ConfigError(variable, f"is no setting of a node; the nearest is {close[0]}")
 
 
 def _toml_text(written: str, value: Any) -> str:
@@ -375,8 +391,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
     listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
     for name, bound in (("listen", listen), ("events", events)):
         if not is_loopback(bound.host) and not c["insecure"]:
-            problem = f"{bound} can be reached from other machines: needs keys or --insecure"
-            raise given.error(problem, name, "listen")
+            raise given.error(_not_insecure(str(bound), bound.host), name, "listen")
     if is_wildcard(listen.host) and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
         raise given.error(problem, "listen")
@@ -391,11 +406,17 @@ def _check_bus(c: Chosen, given: _Given) -> None:
         raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
 
+def _not_insecure(where: str, host: str) -> str:
+    unknown = "" if is_wildcard(host) else unknown_host(host)
+    if unknown:
+        return f"{where}: {host} is not known here: {unknown}"
+    return f"{where} can be reached from other machines: needs --insecure, for there are no keys yet, or give 127.0.0.1"
+
+
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
     if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
-        problem = f"{c['http_host']} can be reached from other machines: needs --insecure, or give 127.0.0.1"
-        raise given.error(problem, "http_host")
+        raise given.error(_not_insecure(c["http_host"], c["http_host"]), "http_host")
     if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
         raise given.error(f"port {port} is the bus's: give another one", "http_port")
 
@@ -445,3 +466,5 @@ def _check_host(c: Chosen, given: _Given, host: Host) -> None:
         raise given.error(f"there is no folder {c['run_dir']}", "run_dir")
     if os.path.exists(c["record"]) and not os.path.isdir(c["record"]):
         raise given.error(f"{c['record']} is a file; give a folder", "record")
+    if c["record_tokens"] and not c["record"]:
+        raise given.error("needs --record DIR, the recording that they are to stand in", "record_tokens")

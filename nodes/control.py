@@ -181,7 +181,8 @@ class Control:
 
     def _on_signal(self) -> None:
         self._signals += 1
-        log.info("draining" if self._signals == 1 else "ending now")
+        if self._signals > 1:
+            log.info("ending now")
         self.post(ev.DrainAsked() if self._signals == 1 else ev.LeaveAsked())
 
     @property
@@ -209,8 +210,10 @@ class Control:
 
     def _turn(self, event: ev.NodeEvent) -> None:
         now = time.monotonic_ns()
-        recorder = self._recorder
+        recorder, was = self._recorder, self.core.drain_until
         effects = recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now)
+        if was is None and self.core.drain_until is not None:  # a signal's doing, or a client's
+            log.info("draining")
         for effect in effects:
             _CARRY_OUT[type(effect)](self, effect)
 

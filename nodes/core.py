@@ -33,6 +33,7 @@ from pdbus.connector import handoff as ho
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
 from pdbus.connector.pool import BlockPool
+from pdbus.connector.timers import earliest
 
 from . import events as ev
 from .decode import Request, Requests, Source
@@ -106,14 +107,13 @@ class NodeCore:
 
     def next_deadline(self) -> int | None:
         """When to come back with a Tick at the latest."""
-        deadlines = (
+        return earliest(
             self.peers.next_deadline(),
             self.offers.next_deadline(),
             self.fetches.next_deadline(),
             self.requests.next_deadline(),
             self.drain_until,
         )
-        return min((d for d in deadlines if d is not None), default=None)
 
     def _serve(self, now: int, out: list[ev.NodeEffect]) -> None:
         """After anything: admit who waits, plan a step if none is out, say what has become true."""
@@ -323,7 +323,9 @@ class NodeCore:
 
     def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
         rows = {row.seq: row for row in event.rows}
-        for p in self.scheduler.end_step(event.step, [row.seq for row in event.rows if row.problem]):
+        failed = [row.seq for row in event.rows if row.problem]
+        several = {row.seq: row.tokens for row in event.rows if row.tokens != 1}
+        for p in self.scheduler.end_step(event.step, failed, several):
             row = rows[p.seq]
             if self.prefills.owns(p.seq):
                 out += self.prefills.progressed(p, row, now)
@@ -332,7 +334,7 @@ class NodeCore:
                 assert request is not None
                 self._end(request, "error", now, out, code="engine", problem=row.problem)
             elif p.sampled:
-                self._ended(self.requests.sampled(p.seq, row.stop, now), now, out)
+                self._ended(self.requests.sampled(p.seq, row.stop, now, p.sampled), now, out)
         out += self.prefills.step_ended(now)
 
     def _worker_came(self, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:
@@ -436,6 +438,9 @@ class NodeCore:
     def _remove(self, event: ev.RemoveAsked, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(ms.RemoveAsked(target=event.target), now, out)
 
+    def _watch_changed(self, event: ev.WatchChanged, now: int, out: list[ev.NodeEffect]) -> None:
+        self._membership(ms.WatchChanged(peer=event.peer, watched=event.watched), now, out)
+
     def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
         """Nothing new is taken in; what is under way goes on, at most DRAIN_NS."""
         if self.drain_until is not None:
@@ -505,6 +510,7 @@ _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
     ev.LinkLost: NodeCore._link_lost,
     ev.JoinAsked: NodeCore._join,
     ev.RemoveAsked: NodeCore._remove,
+    ev.WatchChanged: NodeCore._watch_changed,
     ev.DrainAsked: NodeCore._drain,
     ev.LeaveAsked: NodeCore._leave,
     ev.Tick: NodeCore._tick,

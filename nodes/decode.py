@@ -281,12 +281,12 @@ class Requests:
 
     # ------------------------------------------------------------ the scheduler's word
 
-    def sampled(self, seq: int, stop: bool, now: int) -> list[NodeEffect]:
-        """A step sampled one more token of this sequence."""
+    def sampled(self, seq: int, stop: bool, now: int, tokens: int = 1) -> list[NodeEffect]:
+        """A step sampled so many more tokens of this sequence."""
         r = self._by_seq.get(seq)
         if r is None:
             return []
-        self._count(r, now, own=True)
+        self._count(r, now, own=True, tokens=tokens)
         return [EmitToken(request=r.request, seq=seq), *self._ends(r, stop, now)]
 
     def preempted(self, sequence: Sequence) -> None:
@@ -325,9 +325,9 @@ class Requests:
         if state is State.FETCHING:
             self._fetching[node] = self._fetching.get(node, 0) + 1
 
-    def _count(self, r: Request, now: int, *, own: bool) -> None:
-        r.generated += 1
-        r.marks.token(now, own=own)
+    def _count(self, r: Request, now: int, *, own: bool, tokens: int = 1) -> None:
+        r.generated += tokens
+        r.marks.token(now, own=own, tokens=tokens)
 
     def _ends(self, r: Request, stop: bool, now: int) -> list[NodeEffect]:
         """Whether the token just taken was the last."""

@@ -63,10 +63,12 @@ class FirstTokenTaken(NodeEvent):
 
 
 class StepRowEnded(Declared):
-    """`stop`: the sampled token ended the answer. `payload`: the sampled token, opaque, for a prefill's last chunk.
-    `problem`: the engine failed this sequence, or found wrong KV."""
+    """`tokens`: how many a row that samples has sampled, each computed upon the one before but for the last. `stop`:
+    the last of them ended the answer. `payload`: the sampled token, opaque, for a prefill's last chunk. `problem`: the
+    engine failed this sequence, or found wrong KV."""
 
     seq: int
+    tokens: int = 1
     stop: bool = False
     payload: bytes | None = None
     problem: str = ""
@@ -156,6 +158,13 @@ class RemoveAsked(NodeEvent):
     target: str
 
 
+class WatchChanged(NodeEvent):
+    """Whether the shell itself watches this peer (bus/members.py): no heartbeats and renewals go along that link."""
+
+    peer: str
+    watched: bool
+
+
 class DrainAsked(NodeEvent):
     pass
 
@@ -226,7 +235,7 @@ class TakeFirstToken(NodeEffect):
 
 
 class EmitToken(NodeEffect):
-    """Send the token that this sequence sampled in the step just ended to the request's client."""
+    """Send what this sequence sampled in the step just ended to the request's client."""
 
     request: bytes
     seq: int

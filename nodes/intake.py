@@ -41,7 +41,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
-from .limits import check_deadline, check_sampling
+from .limits import check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Intake:
     def __init__(self, control: Control, tokenizer: Tokenizer) -> None:
         self._control = control
         self._tokenizer = tokenizer
-        self._reader = PromptReader(tokenizer, control.setup.vocab_size)
+        self._reader = PromptReader(tokenizer, control.setup.vocab_size, control.setup.max_model_len - 1)
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
         self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
@@ -180,6 +180,7 @@ class Intake:
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
         check_sampling(s)
+        check_stop_ids(s.stop_token_ids, setup.vocab_size)
         check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
@@ -191,10 +192,7 @@ class Intake:
         limit = self._control.setup.max_model_len
         room = limit - prompt_tokens
         if room < 1:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens; with one for the answer at most {limit} fit "
-                f"(max_model_len): shorten it", param=param, code="context_length_exceeded",
-            )  # fmt: skip
+            raise too_long(prompt_tokens, limit - 1, param)
         if sampling.max_tokens == UNTIL_FULL:
             return replace(sampling, max_tokens=room)
         if sampling.max_tokens > room:

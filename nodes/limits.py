@@ -5,10 +5,12 @@ from __future__ import annotations
 from pdbus.bus.errors import RequestError
 from pdbus.bus.messages import Sampling
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of a chat message
 STOPS_MAX = 16  # each is looked for in every token's text
 STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
 STOP_IDS_MAX = 1024
-TEMPERATURE_MAX = 100
+TEMPERATURE_MAX = 2  # OpenAI's
+SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
 DEADLINE_MS_MAX = 86_400_000  # a day
 
@@ -21,12 +23,21 @@ def check_sampling(s: Sampling) -> None:
         ("temperature", 0 <= s.temperature <= TEMPERATURE_MAX, f"from 0 to {TEMPERATURE_MAX}"),
         ("top_k", 0 <= s.top_k < 2**31, "from 0 to 2147483647"),
         ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("seed", 0 <= s.seed <= SEED_MAX, f"from 0 to {SEED_MAX}"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= LOGPROBS_MAX, f"from 0 to {LOGPROBS_MAX}"),
     ):
         if not good:
             raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
     check_stops(s.stop)
     check_stop_ids(s.stop_token_ids)
+
+
+def too_long(tokens: int, tokens_max: int, param: str, how: str = "") -> RequestError:
+    """A prompt that leaves no room for an answer; `how` says how exactly `tokens` is known."""
+    return RequestError(
+        f"the prompt has {how}{tokens} tokens; with one for the answer at most {tokens_max + 1} fit (max_model_len): "
+        f"shorten it", param=param, code="context_length_exceeded",
+    )  # fmt: skip
 
 
 def check_deadline(deadline_ms: int) -> None:
@@ -43,9 +54,10 @@ def check_stops(stops: tuple[str, ...]) -> None:
             raise RequestError(f"stop: each must have 1 to {STOP_CHARS_MAX} characters, got {len(text)}", param="stop")
 
 
-def check_stop_ids(ids: tuple[int, ...]) -> None:
+def check_stop_ids(ids: tuple[int, ...], vocab_size: int = 2**32) -> None:
     if len(ids) > STOP_IDS_MAX:
         raise RequestError(f"stop_token_ids: at most {STOP_IDS_MAX} ids, got {len(ids)}", param="stop_token_ids")
     for i, token in enumerate(ids):
-        if not 0 <= token < 2**32:
-            raise RequestError(f"stop_token_ids[{i}]: must be a token id, got {token}", param=f"stop_token_ids[{i}]")
+        if not 0 <= token < vocab_size:
+            problem = f"stop_token_ids[{i}]: must be a token id from 0 to {vocab_size - 1}, got {token}"
+            raise RequestError(problem, param=f"stop_token_ids[{i}]")

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import FetchEvent, OfferEvent, OwnerEpoch, OwnerGone, ReaderCame, ReaderGone
+from pdbus.connector.handoff import (
+    FetchEvent,
+    OfferEvent,
+    OwnerEpoch,
+    OwnerGone,
+    OwnerWatched,
+    ReaderCame,
+    ReaderGone,
+    ReaderWatched,
+)
+from pdbus.connector.timers import earliest
 
 from . import events as ev
 from .decode import Source
@@ -64,6 +74,9 @@ class Peers:
                 out.append(_node_event("node.up", effect.peer))
             case ms.PeerAgent():
                 self._agent(effect, out, news)
+            case ms.PeerWatched(peer=peer, watched=watched):
+                news.append(OwnerWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
+                news.append(ReaderWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
             case ms.PeerDown():
                 self._down(effect, out, news)
             case ms.CallFailed() | ms.TurnedAway():
@@ -108,8 +121,7 @@ class Peers:
                 out.append(ev.RemovePeer(peer=key))
 
     def next_deadline(self) -> int | None:
-        deadlines = (self._membership.next_deadline(), *self._reload_ns.values())
-        return min((d for d in deadlines if d is not None), default=None)
+        return earliest(self._membership.next_deadline(), *self._reload_ns.values())
 
     def members(self) -> list[ms.Peer]:
         return self._membership.members()
@@ -165,20 +177,24 @@ class Peers:
 
     def next_source(self, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
         """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
-        found = [p for p in self._membership.prefill_peers() if not self.problem(p) and eligible(p)]
-        fresh = [p for p in found if self._avoided_until.get(p.name, 0) <= now]
-        candidates = sorted(fresh or found, key=lambda p: p.name)
-        if not candidates:
-            return None
-        chosen = next((p for p in candidates if p.name > self._last), candidates[0])
-        self._last = chosen.name
-        return Source(
-            node=chosen.name,
-            incarnation=chosen.incarnation,
-            epoch=chosen.epoch,
-            link=chosen.link,
-            block_size=chosen.hello.geometry.block_size if chosen.hello and chosen.hello.geometry else 1,
-        )
+        last, avoided = self._last, self._avoided_until
+        names = sorted(self._membership.prefill_names(), key=lambda n: (avoided.get(n, 0) > now, n <= last, n))
+        for name in names:
+            peer = self._membership.peer(name)
+            if peer is not None and not self.problem(peer) and eligible(peer):
+                self._last = name
+                return _source(peer)
+        return None
+
+
+def _source(peer: ms.Peer) -> Source:
+    return Source(
+        node=peer.name,
+        incarnation=peer.incarnation,
+        epoch=peer.epoch,
+        link=peer.link,
+        block_size=peer.hello.geometry.block_size if peer.hello and peer.hello.geometry else 1,
+    )
 
 
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:

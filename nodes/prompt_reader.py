@@ -12,6 +12,7 @@ from pdbus.bus.errors import Overloaded, RequestError
 from pdbus.bus.messages import Generate
 from pdbus.bus.wire import unpack_u32
 
+from .limits import too_long
 from .tokenizer import Tokenizer
 
 LONG_CHARS = 64 << 10  # takes some 30 ms; what is longer has a thread of its own
@@ -22,9 +23,11 @@ RETRY_AFTER_MS = 1000
 class PromptReader:
     """Two threads over one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, tokens_max: int) -> None:
+        """`tokens_max`: of a prompt. Many more are refused before any work; a few are the caller's to refuse."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._tokens_max = tokens_max
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._waiting_chars = 0
@@ -58,9 +61,11 @@ class PromptReader:
 
     def _tokenized(self, message: Generate) -> Sequence[int]:
         if message.messages is not None:
-            return self._tokenizer.chat(message.messages)
+            return self._tokenizer.chat(message.messages, tokens_max=self._tokens_max)
         if message.text is not None:
-            return self._tokenizer.encode(message.text) if message.text else ()
+            return self._tokenizer.encode(message.text, self._tokens_max) if message.text else ()
+        if (count := len(message.tokens or b"") // 4) > self._tokens_max:
+            raise too_long(count, self._tokens_max, "prompt")
         return unpack_u32(message.tokens or b"")
 
 

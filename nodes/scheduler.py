@@ -11,10 +11,11 @@ computed again later; the oldest is never preempted, so it always ends, and so d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.wire import Declared, pack_u32
 from pdbus.connector.handoff import Holder
 from pdbus.connector.ipc import StepRow
@@ -49,12 +50,12 @@ class Sequence:
 
 
 class Progress(Declared):
-    """What a step did for one sequence that is still there. `sampled`: one more token is known."""
+    """What a step did for one sequence that is still there. `sampled`: so many more tokens are known."""
 
     seq: int
     computed: int
     prompt_done: bool
-    sampled: bool
+    sampled: int
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self._pool = pool
         self._limits = limits
+        self.changes = 0  # how often a sequence came or went
         self._sequences: dict[int, Sequence] = {}
         self._step = 0
         self._rows: dict[int, StepRow] = {}
@@ -98,14 +100,18 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.seq] = sequence
+        self.changes += 1
 
     def remove(self, seq: int) -> Sequence | None:
         """Forget a sequence. Its blocks stay with whoever holds them; those in the step stay held IN_STEP."""
+        self.changes += 1
         return self._sequences.pop(seq, None)
 
     def plan(self) -> Plan:
         """The next step, or an empty plan. Must not be called while a step is out."""
         plan = Plan()
+        if not self._sequences:
+            return plan
         budget = self._limits.max_batch_tokens
         by_age = sorted(self._sequences.values(), key=lambda s: s.order)
         for decoding in (True, False):
@@ -124,18 +130,31 @@ class Scheduler:
             self._begin(plan.rows)
         return plan
 
-    def end_step(self, step: int, failed: Collection[int] = ()) -> list[Progress]:
+    def end_step(
+        self, step: int, failed: Collection[int] = (), sampled: Mapping[int, int] | None = None
+    ) -> list[Progress]:
         """The step is over: what it computed counts for the sequences that are still there. Nothing of the `failed`
-        ones is shared from now on."""
+        ones is shared from now on. `sampled`: how many tokens a row sampled, by sequence, where it was not one.
+        Raises LocalProtocolError, and changes nothing, for more than the row's last block holds."""
         if step != self._step or not self._rows:
             return []
+        sampled = sampled or {}
+        self._check_sampled(sampled)
         rows, self._rows = self._rows, {}
         self._pool.drop(self._held, Holder.IN_STEP)
         self._held = []
         for seq in failed:
             if seq in self._sequences:
                 self._sequences[seq].block_hashes = ()
-        return [self._advance(row) for seq, row in rows.items() if seq in self._sequences]
+        return [self._advance(row, sampled.get(seq, 1)) for seq, row in rows.items() if seq in self._sequences]
+
+    def _check_sampled(self, sampled: Mapping[int, int]) -> None:
+        """All but the last sampled token were computed, too, in the blocks that are held for the step."""
+        for seq, tokens in sampled.items():
+            row = self._rows.get(seq)
+            room = -(row.start + row.count) % self._pool.block_size if row is not None and row.sample else 0
+            if not 1 <= tokens <= 1 + room:
+                raise LocalProtocolError(f"sequence {seq}: {tokens} tokens of a step that holds blocks for {1 + room}")
 
     def abandon_step(self) -> list[int]:
         """The worker is gone and wrote its last: nothing of the step counts. Returns whose step it was."""
@@ -166,15 +185,16 @@ class Scheduler:
         s.sent_blocks, s.reset = len(s.blocks), False
         return row
 
-    def _advance(self, row: StepRow) -> Progress:
+    def _advance(self, row: StepRow, tokens: int) -> Progress:
         s = self._sequences[row.seq]
-        s.computed += row.count
-        s.known += row.sample
+        sampled = tokens if row.sample else 0
+        s.computed += row.count + max(0, sampled - 1)
+        s.known += sampled
         full = min(s.computed // self._pool.block_size, len(s.block_hashes))
         for i in range(s.published, full):
             self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
         s.published = max(s.published, full)
-        return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=row.sample)
+        return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=sampled)
 
     def _ensure_blocks(self, s: Sequence, tokens: int, plan: Plan) -> bool:
         size = self._pool.block_size

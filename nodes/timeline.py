@@ -28,11 +28,12 @@ class Marks:
     mover_ns: int = 0
     gaps: list[int] = field(default_factory=list)
 
-    def token(self, now: int, *, own: bool) -> None:
+    def token(self, now: int, *, own: bool, tokens: int = 1) -> None:
+        """So many tokens of one step; what came together counts as evenly spaced."""
         if self.first_token == 0:
             self.first_token = now
         elif len(self.gaps) < GAPS_MAX:
-            self.gaps.append(now - self.last_token)
+            self.gaps += [(now - self.last_token) // tokens] * tokens
         if own and self.own_token == 0:
             self.own_token = now
         self.last_token = now

@@ -9,16 +9,19 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from pdbus.bus.errors import ConfigError, RequestError
 
+from .limits import ROLES, too_long
 from .pieces import Pieces
+from .token_bytes import UNKNOWN, TokenBytes, token_bytes
 
+ONE_BYTE = TokenBytes(1)
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8, or not yet, decode to
 HELD_IDS_MAX = 16  # a character has at most four bytes: a longer unfinished run is no UTF-8, and is not held for ever
-ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 
 
@@ -39,12 +42,15 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a bare prompt, with the special tokens that the model expects around it. Raises RequestError."""
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        """Ids of a bare prompt, with the special tokens that the model expects around it. Raises RequestError; also,
+        before any work, for text that has certainly more than `tokens_max`."""
         ...
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation by the model's template. Raises RequestError (param `messages`)."""
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation by the model's template. Raises RequestError (param `messages`), like `encode`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,7 +98,7 @@ def _content(message: Message, where: str) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where}.content must be a string or a list of text parts", param="messages")
-    return "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    return "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
 
 
 def _part(part: Any, where: str) -> str:
@@ -102,13 +108,16 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
-def _checked_text(text: str, param: str) -> str:
-    """JSON can carry half of a surrogate pair, which no tokenizer takes."""
+def _fitting(text: str, param: str, each: TokenBytes, tokens_max: int | None) -> bytes:
+    """As UTF-8. Raises RequestError for half of a surrogate pair, which JSON can carry and no tokenizer takes, and for
+    text that has certainly more than `tokens_max` tokens."""
     try:
-        text.encode()
+        encoded = text.encode()
     except UnicodeEncodeError as e:
         raise RequestError(f"character {e.start} is half of a surrogate pair, no valid text", param=param) from None
-    return text
+    if tokens_max is not None and (tokens := each.tokens_min(encoded)) > tokens_max:
+        raise too_long(tokens, tokens_max, param, "" if each == ONE_BYTE else "at least ")
+    return encoded
 
 
 # ---------------------------------------------------------------- bytes
@@ -125,13 +134,15 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = 256) -> None:
         self.vocab_size = vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        return list(_checked_text(text, "prompt").encode())
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        return list(_fitting(text, "prompt", ONE_BYTE, tokens_max))
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+    ) -> list[int]:
         lines = [f"{m['role']}> {m['content']}\n" for m in checked_messages(messages)]
         text = "".join(lines) + (">" if add_generation_prompt else "")
-        return list(_checked_text(text, "messages").encode())
+        return list(_fitting(text, "messages", ONE_BYTE, tokens_max))
 
     def decode(self, ids: Sequence[int]) -> str:
         return _bytes_of(ids).decode(errors="replace")
@@ -175,10 +186,16 @@ class HFTokenizer:
         self._render = _template(folder, settings)
         self._pieces = Pieces(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        return self._ids(text, "prompt", special=True)
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return token_bytes(self._tokenizer)
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        return self._ids(text, "prompt", tokens_max, special=True)
+
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+    ) -> list[int]:
         checked = checked_messages(messages)
         if self._render is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
@@ -186,14 +203,16 @@ class HFTokenizer:
             text = self._render(messages=checked, add_generation_prompt=add_generation_prompt, **self._variables)
         except Exception as e:  # whatever the model's template, a program of its own, may raise
             raise RequestError(f"the model's chat template refuses this conversation: {e}", param="messages") from None
-        return self._ids(text, "messages", special=False)  # the template has written the special tokens itself
+        return self._ids(
+            text, "messages", tokens_max, special=False
+        )  # the template has written the special tokens itself
 
-    def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
+    def _ids(self, text: str, param: str, tokens_max: int | None, *, special: bool) -> list[int]:
+        long = tokens_max is not None and len(text) > tokens_max
+        _fitting(text, param, self._token_bytes if long else UNKNOWN, tokens_max)
         try:
             # A batch's calls let go of Python's lock while they work; `encode` would stop the node for seconds.
-            [encoded] = self._tokenizer.encode_batch_fast([_checked_text(text, param)], add_special_tokens=special)
-        except RequestError:
-            raise
+            [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         except Exception as e:  # the package raises bare Exception, for text that has no token
             raise RequestError(f"{param}: the model's tokenizer does not take it: {e}", param=param) from None
         ids: list[int] = encoded.ids

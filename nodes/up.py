@@ -24,6 +24,7 @@ from .setup import set_up
 __all__ = ["Cluster", "run_up", "serve"]
 
 BUS_PORT = 7400
+KILL_AFTER_S = 8.0  # from the second signal: a node tells its clients at once, and gives its processes at most 5 s
 COLOURS = {"prefill": ("cyan", "blue"), "decode": ("magenta", "red"), "both": ("green", "yellow")}
 NAME_CHARS = 10
 QUESTION = (
@@ -48,6 +49,9 @@ def run_up(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,
         on_line=lambda node, line: print_line(console, node, line),
     )  # fmt: skip
+    if cluster.taken:
+        ports = ", ".join(f"port {port}" for port in sorted(cluster.taken))
+        console.print(f"taken: {ports}; the next free ones are used", style="dim", soft_wrap=True)
     return asyncio.run(serve(cluster, console))
 
 
@@ -67,7 +71,8 @@ def _environment() -> dict[str, str]:
 
 
 async def serve(cluster: Cluster, console: Console) -> int:
-    """Starts the cluster and stays until it ends or the first SIGINT or SIGTERM, which drains; the second kills."""
+    """Starts the cluster and stays until it ends or the first SIGINT or SIGTERM, which drains. The second is passed on:
+    nodes then tell their clients and end; what has not after KILL_AFTER_S, or at the third, is killed."""
     asked = asyncio.Event()
     with _on_signals(cluster, asked):
         try:
@@ -86,11 +91,22 @@ async def serve(cluster: Cluster, console: Console) -> int:
 def _on_signals(cluster: Cluster, asked: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
+    signals = 0
+
     def on_signal() -> None:
-        if asked.is_set():
-            for node in cluster.nodes:
-                node.kill_all()
+        nonlocal signals
+        signals += 1
         asked.set()
+        if signals == 2:
+            for node in cluster.nodes:
+                node.signal(signal.SIGINT)  # means the same as SIGTERM: two of that could arrive as one
+            loop.call_later(KILL_AFTER_S, kill)
+        elif signals > 2:
+            kill()
+
+    def kill() -> None:
+        for node in cluster.nodes:
+            node.kill_all()
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:

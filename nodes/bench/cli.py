@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Annotated, Any
 
 import typer
 
 from pdbus.bus.errors import ConfigError
 
+from ..config import SETTINGS, load
 from ..extras import need_node
-from ..options import AsJson, group
+from ..options import AsJson, group, takes_settings
 
 bench = group("Measure: bytes, messages, requests.")
 
@@ -66,6 +68,39 @@ def bench_engine(
 ) -> None:
     """Forward passes in float32 and fp16 weights, beside bare linears of the same shapes."""
     _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
+
+
+@bench.command("record")
+def bench_record(
+    pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 10,
+    requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 200,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """What recording costs: the same requests with and without, in turns, with the coded engine."""
+    _bench("record", as_json, pairs=pairs, requests=requests, step_ms=step_ms)
+
+
+NOT_MEASURED = (
+    "role", "name", "run_dir", "listen", "advertise", "events", "join", "insecure", "http_host", "http_port", "cpus",
+    "record", "record_max", "record_tokens",
+)  # fmt: skip
+
+
+@bench.command()
+@takes_settings([setting for setting in SETTINGS if setting.name not in NOT_MEASURED])
+def profile(
+    *,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where to write the profile.")],
+    longest: Annotated[int, typer.Option(min=64, max=1 << 20, metavar="TOKENS", help="Of a prompt.")] = 2048,
+    rows: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Answers decoded together at most.")] = 16,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Prompts of each length.")] = 5,
+    as_json: AsJson = False,
+    settings: dict[str, str],
+) -> None:
+    """What steps, reads and messages take on this machine, for pd-replay simulate."""
+    load({**settings, "model": settings.get("model", "") or "."}, os.environ)  # blames what is wrong, before any node
+    _bench("profile", as_json, out=out, settings=settings, longest=longest, rows=rows, repeat=repeat)
 
 
 def _bench(name: str, as_json: bool, **options: Any) -> None:

@@ -54,15 +54,22 @@ class Node:
         return self._model
 
     async def models(self, _: Request) -> Response:
+        return JSON({"object": "list", "data": [await self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its id. Raises RequestError for another."""
+        await self.check_model(request.path_params["model"])
+        return JSON(await self._described())
+
+    async def _described(self) -> dict[str, Any]:
         status = await self.status()
-        model = {
+        return {
             "id": status.get("model", ""),
             "object": "model",
             "created": self._created_s,
             "owned_by": "pdbus",
             "max_model_len": status.get("max_model_len", 0),
         }
-        return JSON({"object": "list", "data": [model]})
 
     async def live(self, _: Request) -> Response:
         """This process works; says nothing of the node behind it."""
@@ -105,6 +112,7 @@ def create_app(client: Client, *, http: str = "") -> Starlette:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", node.models),
+        Route("/v1/models/{model:path}", node.model),
         Route("/health/live", node.live),
         Route("/health/ready", node.ready),
         Route("/metrics", node.metrics),

@@ -18,6 +18,7 @@ class HttpArgs(Declared):
 
     bus: str  # the node's bus address
     fd: int  # the listening socket, inherited
+    name: str = "http"  # the node's, for the log
     url: str = ""  # how others reach that socket: http://host:port
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 

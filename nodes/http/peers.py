@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -132,7 +133,13 @@ async def _read(request: Request) -> list[str]:
     if not 1 <= len(body.endpoints) <= ENDPOINTS_MAX:
         problem = f"endpoints: must hold 1 to {ENDPOINTS_MAX} addresses, got {len(body.endpoints)}"
         raise RequestError(problem, param="endpoints")
-    return [endpoint.rstrip("/") for endpoint in body.endpoints]
+    return [_without_slash(endpoint) for endpoint in body.endpoints]
+
+
+def _without_slash(endpoint: str) -> str:
+    """http://host:port/ is http://host:port; what is no address stays as it was given."""
+    short = endpoint.rstrip("/")
+    return short if "://" in short else endpoint
 
 
 async def _failed(endpoint: str, detail: str, name: str = "") -> Result:
@@ -171,7 +178,11 @@ async def fetch_info(endpoint: str) -> Info:
 
 
 def _reason(error: OSError) -> str:
-    """asyncio puts the address into `strerror`; the number tells more."""
+    """asyncio puts the address into `strerror`; the number tells more. TLS counts its errors otherwise."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not good: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return "it does not speak TLS there; give http:// if it speaks plain HTTP"
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 

@@ -15,19 +15,26 @@ from pdbus.bus.errors import RequestError
 from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared
-from pdbus.nodes.limits import DEADLINE_MS_MAX, LOGPROBS_MAX, STOP_IDS_MAX, check_stops
+from pdbus.nodes.limits import (
+    DEADLINE_MS_MAX,
+    LOGPROBS_MAX,
+    ROLES,
+    SEED_MAX,
+    STOP_IDS_MAX,
+    TEMPERATURE_MAX,
+    check_stops,
+)
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
-SEED_OF_ZERO = 2**63 - 1  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
+SEED_OF_ZERO = SEED_MAX  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-ROLES = ("system", "user", "assistant", "tool")
 
 # Inclusive, in the field's own unit.
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, UNTIL_FULL - 1),
     "max_completion_tokens": (1, UNTIL_FULL - 1),
     "min_tokens": (0, UNTIL_FULL - 1),
-    "temperature": (0, 2),
+    "temperature": (0, TEMPERATURE_MAX),
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),
     "seed": (0, SEED_OF_ZERO - 1),
@@ -36,7 +43,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, LOGPROBS_MAX),
 }
 
-# What leaves the answer as it is; null always does.
+# What leaves the answer as it is; null always does, and nothing else where there is no such value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -47,12 +54,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
 }
 
 
 class StreamOptions(Declared, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # filler beside each chunk, against those who count bytes
 
 
 class Common(Declared, forbid_unknown_fields=True):
@@ -82,6 +99,9 @@ class Common(Declared, forbid_unknown_fields=True):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
@@ -93,13 +113,14 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Declared, forbid_unknown_fields=True):
-    """The last four are what OpenAI's own client sends back, as null, with an assistant's earlier answer."""
+    """The last five are what OpenAI's own client sends back, empty, with an assistant's earlier answer."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
+    annotations: list[Any] | None = None
     function_call: None = None
     refusal: None = None
     audio: None = None
@@ -112,7 +133,16 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
     response_format: Any = None
+    modalities: list[Any] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
 
 
 class Asked(Declared):
@@ -140,13 +170,26 @@ def parse_chat(data: bytes) -> Asked:
     if not body.messages:
         raise RequestError("messages: must hold at least one message", param="messages")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _asked(body, messages, UNTIL_FULL if limit is None else limit, _chat_logprobs(body))
+    return _asked(body, messages, _chat_limit(body), _chat_logprobs(body))
+
+
+def _chat_limit(body: ChatBody) -> int:
+    """One limit under its two names."""
+    given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    if len(set(given)) > 1:
+        problem = f"max_tokens: {given[1]} is not max_completion_tokens, {given[0]}: give one of the two"
+        raise RequestError(problem, param="max_tokens")
+    return given[0] if given else UNTIL_FULL
 
 
 def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> Asked:
     _check_ranges(body)
     _check_neutral(body)
+    if body.model == "":
+        raise RequestError("model: must not be empty: name the model, or leave the field out", param="model")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        param = "stream_options.include_obfuscation"
+        raise RequestError(f"{param}: only false is supported", param=param, code="unsupported_value")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only allowed with stream true", param="stream_options")
     return Asked(
@@ -173,7 +216,7 @@ def _check_neutral(body: Common) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name, None)
         if value is not None and value not in neutral:
-            only = " or ".join(wire.to_json(v).decode() for v in neutral)
+            only = " or ".join(wire.to_json(v).decode() for v in neutral or (None,))
             raise RequestError(f"{name}: only {only} is supported", param=name, code="unsupported_value")
 
 
@@ -229,8 +272,9 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     if message.role not in ROLES:
         got, roles = f"{message.role!r:.40}", ", ".join(ROLES)
         raise RequestError(f"{path}.role: must be one of {roles}, got {got}", param=f"{path}.role")
-    if message.tool_calls:
-        raise RequestError(f"{path}.tool_calls: not supported", param=f"{path}.tool_calls", code="unsupported_value")
+    for name in ("tool_calls", "annotations"):
+        if getattr(message, name):
+            raise RequestError(f"{path}.{name}: not supported", param=f"{path}.{name}", code="unsupported_value")
     plain = {"role": message.role, "content": _content(message.content, f"{path}.content")}
     extras = {"name": message.name, "tool_call_id": message.tool_call_id}
     return {**plain, **{key: value for key, value in extras.items() if value is not None}}

@@ -9,6 +9,7 @@ started after a crash: readiness needs no message. The process ends with its par
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -16,8 +17,10 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdbus.bus import wire
 from pdbus.bus.client import Client
@@ -30,6 +33,41 @@ from .listening import BACKLOG, HttpArgs
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
 LAST_WORDS_S = 0.5  # for those that took longer to be told so
 KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, so that the client closes first
+HEAD_S: float = KEEP_ALIVE_S  # for a request's head to arrive
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, and a connection on which no whole request head arrives in time is closed: its descriptor is worth
+    something, and uvicorn itself waits for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._forget()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Server(uvicorn.Server):
@@ -60,7 +98,9 @@ async def serve(args: HttpArgs) -> None:
         config = uvicorn.Config(
             create_app(client, http=args.url),
             loop="none",  # main has chosen it
+            http=Protocol,
             ws="none",
+            log_config=None,  # main has set it up
             lifespan="off",
             log_level="warning",
             access_log=False,
@@ -74,6 +114,7 @@ async def serve(args: HttpArgs) -> None:
 
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {args.name} HTTP: %(message)s", datefmt="%H:%M:%S")
     end_with_parent()
     if args.parent and os.getppid() != args.parent:
         return 0

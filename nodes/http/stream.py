@@ -29,6 +29,7 @@ from .schema import Asked
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
 DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
 BODY_S = 60.0  # for a body to arrive
+DISCARD_S = 10.0  # for one that is too large anyway
 
 SSE_START = {
     "type": "http.response.start",
@@ -139,9 +140,11 @@ async def _disconnected(receive: Receive) -> None:
 
 async def read_body(request: Request) -> bytes:
     """The whole body. Raises RequestError when it is too large or too slow."""
-    body, size = bytearray(), 0
+    body, size, declared = bytearray(), 0, _declared(request)
+    if declared > DISCARD_BYTES_MAX or (declared > BODY_BYTES_MAX and "expect" in request.headers):
+        raise _too_large()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_S if declared <= BODY_BYTES_MAX else DISCARD_S):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size <= BODY_BYTES_MAX:
@@ -149,8 +152,20 @@ async def read_body(request: Request) -> bytes:
                 elif size > DISCARD_BYTES_MAX:
                     break
     except TimeoutError:
+        if max(size, declared) > BODY_BYTES_MAX:
+            raise _too_large() from None
         raise RequestError(f"the body did not arrive within {BODY_S:.0f} s", code="timeout", status=408) from None
     if size > BODY_BYTES_MAX:
-        problem = f"the body is larger than {BODY_BYTES_MAX} bytes ({BODY_BYTES_MAX >> 20} MiB)"
-        raise RequestError(problem, code="body_too_large", status=413)
+        raise _too_large()
     return bytes(body)
+
+
+def _declared(request: Request) -> int:
+    """Bytes of body that the client has announced; 0 when it did not say."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
+def _too_large() -> RequestError:
+    problem = f"the body is larger than {BODY_BYTES_MAX} bytes ({BODY_BYTES_MAX >> 20} MiB)"
+    return RequestError(problem, code="body_too_large", status=413)

@@ -75,7 +75,10 @@ class LeaseCheck(Check):
         self._epoch: int | None = 1 if whole else None
         self._advertised: int | None = 0 if whole else None
         self.events = {ev.WorkerLost: self._epoch_ends, ev.MoverLost: self._mover_lost}
-        self.effects = {ev.Publish: self._published, ev.Send: self._sent, ev.AdvertiseLeases: self._advertise}
+        self.effects = {
+            ev.Publish: self._published, ev.Send: self._sent, ev.AdvertiseLeases: self._advertise,
+            ev.RestartMover: self._restarted,
+        }  # fmt: skip
         self.after = {ev.WorkerLost: self._none_left, ev.MoverLost: self._none_left, ev.Tick: self._ticked}
         self._said: dict[type[Any], Callable[[Turn, Any], None]] = {
             PrefillAccepted: self._announced,
@@ -239,6 +242,14 @@ class LeaseCheck(Check):
 
     def _epoch_ends(self, turn: Turn, event: ev.NodeEvent) -> None:
         self._epoch = self._epoch + 1 if self._epoch else None
+
+    def _restarted(self, turn: Turn, effect: ev.RestartMover) -> None:
+        """A mover that is replaced for the sake of reads that do not end begins an epoch before it is lost."""
+        if self._epoch is not None and effect.epoch > self._epoch:
+            self._epoch = effect.epoch
+            for key, held in self.held.items():
+                problem = f"lease {held.lease.generation} of {_name(key)} survives the mover's replacement"
+                self.report(turn, ONE_RELEASE, problem)
 
     def _none_left(self, turn: Turn) -> None:
         asked = isinstance(turn.event, ev.MoverLost) and turn.event.asked

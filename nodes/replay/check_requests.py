@@ -39,7 +39,8 @@ class RequestCheck(Check):
         self.ended: Counter[str] = Counter()  # by reason
         self.open: dict[bytes, Open] = {}
         self._known: dict[bytes, None] = {}
-        self.events = {ev.GenerateAsked: self._asked}
+        self._more: dict[int, int] = {}  # by sequence: tokens beyond one in the step that ended last
+        self.events = {ev.GenerateAsked: self._asked, ev.StepEnded: self._step_ended}
         self.effects = {
             ev.TakeFirstToken: self._first_token,
             ev.EmitToken: self._token,
@@ -69,7 +70,10 @@ class RequestCheck(Check):
     def _token(self, turn: Turn, effect: ev.EmitToken) -> None:
         found = self.open.get(effect.request) or self._found(turn, effect.request, "is given a token")
         if found is not None:
-            found.tokens += 1
+            found.tokens += 1 + self._more.get(effect.seq, 0)
+
+    def _step_ended(self, turn: Turn, event: ev.StepEnded) -> None:
+        self._more = {row.seq: row.tokens - 1 for row in event.rows if row.tokens != 1}
 
     def _end(self, turn: Turn, effect: ev.EndRequest) -> None:
         found = self._found(turn, effect.request, "ends")

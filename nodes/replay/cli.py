@@ -11,7 +11,7 @@ import typer
 from pdbus.bus.errors import ConfigError
 
 from ..options import AsJson, group
-from ..values import addresses
+from ..values import addresses, duration
 
 FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
 
@@ -35,19 +35,19 @@ def show(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
     *,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the timeline of all.")] = None,
-    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
+    lease: Annotated[str, typer.Option(metavar="[NODE/[EPOCH/]]N", help="Show the history of this lease.")] = "",
     block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
     """Show what happened to one request, lease or block, on all nodes; or everything, on a page."""
     from .show import show_all, show_history, show_request
-    from .tell import named
+    from .tell import named_block, named_lease
 
     paths = list(folders or [])
     if (html or lease or block) and Path(request).exists():
         request, paths = "", [Path(request), *paths]
     paths = paths or [Path()]
     if lease or block:
-        raise typer.Exit(show_history(paths, named("--lease", lease), named("--block", block)))
+        raise typer.Exit(show_history(paths, named_lease(lease), named_block(block)))
     if html is not None and not request:
         raise typer.Exit(show_all(paths, html))
     raise typer.Exit(show_request(_request_id(request), paths, html))
@@ -57,19 +57,20 @@ def show(
 def verify(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
     *,
-    lease: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this lease.")] = "",
+    lease: Annotated[str, typer.Option(metavar="[NODE/[EPOCH/]]N", help="Show the history of this lease.")] = "",
     request: Annotated[str, typer.Option(metavar="HEX", help="Show the history of this request.")] = "",
     block: Annotated[str, typer.Option(metavar="[NODE/]N", help="Show the history of this KV block.")] = "",
 ) -> None:
-    """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong."""
-    from .tell import named
+    """Run every node's decisions again and check the whole cluster. Exit status 1: something is wrong, or what is to
+    be shown is not there."""
+    from .tell import named_block, named_lease
     from .verify import verify
 
     code = verify(
         folders or [Path()],
-        lease=named("--lease", lease),
+        lease=named_lease(lease),
         request=_request_id(request),
-        block=named("--block", block),
+        block=named_block(block),
     )
     raise typer.Exit(code)
 
@@ -153,6 +154,109 @@ def export(
     from .load import run_export
 
     raise typer.Exit(run_export(workload, file, _format(format)))
+
+
+@replay.command()
+def simulate(
+    *,
+    workload: Annotated[Path, typer.Option(metavar="WORKLOAD", help="As for load.")],
+    prefill: Annotated[
+        int | None, typer.Option(metavar="N", help="Prefill nodes; without it as recorded, else 1.", show_default=False)
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(metavar="M", help="Decode nodes; without it as recorded, else 1.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(metavar="FILE|NAME", help="What steps and reads take: pd bench profile measures it.")
+    ] = "",
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the cheapest cluster, of at most N and M nodes, that meets --target.")
+    ] = False,
+    target: Annotated[
+        list[str] | None, typer.Option(metavar="TARGET", help="As ttft.p90=2s or itl.p99=50ms; repeat it.")
+    ] = None,
+    decode_cost: Annotated[float, typer.Option(metavar="X", help="Of a decode node, in prefill nodes.")] = 1.0,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="KIND:NODE@TIME, as kill:p0@12.5s or drop:p0-d3@10s+5s=0.1; repeat it."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Who is asked: least-loaded (the default), round-robin or prefix.")
+    ] = "",
+    reach: Annotated[int, typer.Option(metavar="N", min=0, help="Prefill nodes a decode node knows; 0: all.")] = 32,
+    prefill_chunk: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Of one prompt in one step; for a search several: 512,2048.")
+    ] = "",
+    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
+    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
+    skip_sampling: Annotated[bool, typer.Option("--skip-sampling", help="Prefill nodes sample nothing.")] = False,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
+    ] = 0,
+    kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
+    link: Annotated[float, typer.Option(metavar="GB/S", min=0, help="Bandwidth of a node's link.")] = 0.0,
+    lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 30s.")] = "",
+    renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 5s.")] = "",
+    claim: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 2s.")] = "",
+    speed: Annotated[float, typer.Option(metavar="X", help="So many times as fast.")] = 1.0,
+    scale_tokens: Annotated[float, typer.Option(metavar="X", help="So many times the tokens.")] = 1.0,
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", help="Spread requests that stand on coarse ticks over the tick.")
+    ] = False,
+    max_requests: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of chances, and of spread ticks.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record the simulated nodes, for show and verify.")
+    ] = None,
+    format: Format = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Play a workload, or what was recorded, on a simulated cluster. Exit status 1: no request completed, or no cluster
+    meets the targets."""
+    from .load import Shape
+    from .simulate.command import Report, Wanted, chunks_of, run_search, run_simulate
+    from .simulate.faults import parse_fault
+    from .simulate.plan import Options
+    from .simulate.search import parse_target
+
+    shape = Shape(dequantise, max_requests, _factor("--speed", speed), _factor("--scale-tokens", scale_tokens), seed)
+    chunks = chunks_of(prefill_chunk)
+    options = Options(
+        prefill=prefill,
+        decode=decode,
+        block_size=block_size,
+        kv_tokens=kv_tokens,
+        prefill_chunk=0 if search or not chunks else chunks[0],
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        skip_sampling=skip_sampling,
+        link_gb_per_s=link,
+        lease_ns=_duration("--lease", lease),
+        renew_ns=_duration("--renew", renew),
+        claim_ns=_duration("--claim", claim),
+        policy=policy,
+        reach=reach,
+        faults=tuple(parse_fault(text) for text in fault or ()),
+        seed=seed,
+    )
+    wanted = Wanted(tuple(parse_target(text) for text in target or ()), chunks, _factor("--decode-cost", decode_cost))
+    if search and record is not None:
+        raise ConfigError("--record", "is for one simulation: leave out --search")
+    if search and not wanted.targets:
+        raise ConfigError("--search", "says nothing to be met: give --target, as ttft.p90=2s")
+    if not search and (wanted.targets or len(chunks) > 1):
+        raise ConfigError("--target" if wanted.targets else "--prefill-chunk", "is for a search: add --search")
+    if search:
+        raise typer.Exit(run_search(workload, shape, profile, options, wanted, as_json=as_json, format=_format(format)))
+    raise typer.Exit(run_simulate(workload, shape, profile, options, Report(as_json, record), _format(format)))
+
+
+def _duration(option: str, text: str) -> int:
+    """In ns; 0 for ''."""
+    try:
+        return duration(10**7, 3600 * 10**9)(text) if text else 0
+    except ValueError as e:
+        raise ConfigError(option, str(e)) from None
 
 
 def _addresses(text: str) -> tuple[str, ...]:

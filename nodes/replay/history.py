@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pdbus.bus.messages import LeaseRenew, LeaseRenewed, TryId
+from pdbus.bus.messages import LeaseId, LeaseRenew, LeaseRenewed, TryId
 from pdbus.bus.recording import Recording
 from pdbus.bus.wire import Declared, to_plain
 
@@ -27,10 +27,18 @@ class Subject(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """As `--lease` names it: [NODE/]GENERATION. `node` is '' for any."""
+    """As `--lease` names it: [NODE/[EPOCH/]]GENERATION. `node` is '' and `epoch` 0 for any."""
 
     node: str
+    epoch: int
     generation: int
+
+    def __str__(self) -> str:
+        epoch = f" in epoch {self.epoch}" if self.epoch else ""
+        return f"{self.generation}{f' of {self.node}' if self.node else ''}{epoch}"
+
+    def is_meant(self, node: str, epoch: int, generation: int) -> bool:
+        return generation == self.generation and self.node in ("", node) and self.epoch in (0, epoch)
 
 
 def opened(recording: Recording) -> tuple[int, Iterator[Turn]]:
@@ -115,22 +123,22 @@ def tries_of(lease: Lease, recordings: Sequence[Recording]) -> dict[tuple[str, b
         header = recording.header
         for turn in turns(recording):
             for value in (turn.event, *turn.effects):
-                for named in _leases(value, header.node, header.incarnation):
-                    key, subject = named
-                    if key[2] == lease.generation and lease.node in ("", key[0]):
-                        found.setdefault(key, subject)
+                for granted, subject in _leases(value, header.node, header.incarnation):
+                    if lease.is_meant(granted.node, granted.epoch, granted.generation):
+                        found.setdefault((granted.node, granted.incarnation, granted.generation), subject)
     return found
 
 
-def _leases(value: Declared, node: str, incarnation: bytes) -> Iterator[tuple[tuple[str, bytes, int], Subject]]:
+def _leases(value: Declared, node: str, incarnation: bytes) -> Iterator[tuple[LeaseId, Subject]]:
     if isinstance(value, ev.Publish) and value.topic == "lease":
         data: Any = value.data
-        yield (node, incarnation, data["generation"]), Subject(bytes.fromhex(data["request"]), data["attempt"])
+        granted = LeaseId(node=node, incarnation=incarnation, epoch=data["epoch"], generation=data["generation"])
+        yield granted, Subject(bytes.fromhex(data["request"]), data["attempt"])
     if isinstance(value, ev.MessageCame | ev.Send):
         for part in (value.message, *getattr(value.message, "entries", ())):
             lease = getattr(part, "lease", None)
             if lease is not None:
-                yield (lease.node, lease.incarnation, lease.generation), _of(part.try_)
+                yield lease, _of(part.try_)
 
 
 def requests_like(beginning: str, recordings: Sequence[Recording]) -> list[bytes]:

@@ -19,6 +19,7 @@ from pdbus.bus.recording_part import Record
 from ..tables import output
 from .clocks import aligned
 from .files import opened
+from .history import Lease
 from .tell import Named, complain, tell_block, tell_lease
 from .timeline.page import write_page
 from .words import colours_of, describe
@@ -62,7 +63,7 @@ def show_all(paths: Sequence[Path], html: Path, request: str = "") -> int:
     return 0
 
 
-def show_history(paths: Sequence[Path], lease: Named | None, block: Named | None) -> int:
+def show_history(paths: Sequence[Path], lease: Lease | None, block: Named | None) -> int:
     """Prints that of a lease, of a block, or of both; 1 when there is none. Raises ConfigError."""
     recordings, console = opened(paths).recordings, output()
     told = [tell_lease(lease, recordings, console)] if lease else []

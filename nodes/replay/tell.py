@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -20,12 +21,11 @@ from .story import in_order, merged, table
 Named = tuple[str, int]  # [NODE/]NUMBER
 
 
-def tell_lease(named_so: Named, files: Sequence[Recording], console: Console) -> bool:
+def tell_lease(lease: Lease, files: Sequence[Recording], console: Console) -> bool:
     """Returns whether there is such a one; when there is none that is one line on standard error, as below."""
-    lease = Lease(*named_so)
     found = tries_of(lease, files)
     if not found:
-        complain(f"no lease {lease.generation}{f' of {lease.node}' if lease.node else ''} in these recordings")
+        complain(f"no lease {lease} in these recordings")
     for (node, incarnation, generation), subject in found.items():
         console.print(_story(f"lease {generation} of {title((node, incarnation))}", subject, files))
     return bool(found)
@@ -67,11 +67,21 @@ def complain(text: str) -> None:
     print(f"pd-replay: {text}", file=sys.stderr)
 
 
-def named(option: str, text: str) -> Named | None:
-    """[NODE/]NUMBER. Raises ConfigError naming the option."""
-    node, _, number = text.rpartition("/")
+def named_block(text: str) -> Named | None:
+    """[NODE/]NUMBER; None for ''. Raises ConfigError naming --block."""
     if not text:
         return None
-    if not number.isdecimal():
-        raise ConfigError(option, f"{text!r}: give its number, or NODE/NUMBER")
-    return node, int(number)
+    match = re.fullmatch(r"(?:([^/]+)/)?(\d+)", text, re.ASCII)
+    if match is None:
+        raise ConfigError("--block", f"{text!r}: give its number, or NODE/NUMBER")
+    return match[1] or "", int(match[2])
+
+
+def named_lease(text: str) -> Lease | None:
+    """[NODE/[EPOCH/]]GENERATION, as tables print it; None for ''. Raises ConfigError naming --lease."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(?:([^/]+)/(?:(\d+)/)?)?(\d+)", text, re.ASCII)
+    if match is None:
+        raise ConfigError("--lease", f"{text!r}: give its generation, NODE/GENERATION or NODE/EPOCH/GENERATION")
+    return Lease(match[1] or "", int(match[2] or 0), int(match[3]))

@@ -17,6 +17,7 @@ from ..tables import output
 from .clocks import aligned
 from .cluster_run import ClusterRun, title
 from .findings import Finding
+from .history import Lease
 from .story import Moment, table
 from .tell import Named, tell_block, tell_lease, tell_request
 from .words import describe
@@ -29,22 +30,20 @@ AGAIN = {True: "the same", False: "[red]another[/]", None: "[yellow]not[/]"}
 TOLD_AROUND_MAX = 3  # of these the records around are shown
 
 
-def verify(paths: Sequence[Path], *, lease: Named | None = None, request: str = "", block: Named | None = None) -> int:
+def verify(paths: Sequence[Path], *, lease: Lease | None = None, request: str = "", block: Named | None = None) -> int:
     """Prints the verdict, then the histories that are asked for. 0: every core decided the same again and no invariant
-    is broken; 1: not so; 2: something given is no recording. Raises ConfigError when nothing given is one."""
+    is broken; 1: not so, or what is asked for is not there; 2: something given is no recording. Raises ConfigError
+    when nothing given is one."""
     cluster = ClusterRun(paths)
     console = output()
     console.print(_nodes(cluster))
     _print_findings(cluster, console)
     console.print(_verdict(cluster))
     files = [run.recording for run in cluster.runs]
-    if lease:
-        tell_lease(lease, files, console)
-    if request:
-        tell_request(request, files, console)
-    if block:
-        tell_block(block, files, console)
-    if cluster.failures:
+    told = [tell_lease(lease, files, console)] if lease else []
+    told += [tell_request(request, files, console)] if request else []
+    told += [tell_block(block, files, console)] if block else []
+    if cluster.failures or not all(told):
         return EXIT_FAILED
     return EXIT_NO_RECORDING if cluster.unreadable or not any(run.inputs for run in cluster.runs) else 0
 

@@ -1,5 +1,6 @@
 """FakeNodeProcess: stands for `pd-node` where only its being a process matters. Listens where it was told, answers
-HTTP, says what it does, ends on SIGTERM. FAKE_NODE=<name>:<mode> makes one `die` at start or be `stubborn`.
+HTTP, says what it does, ends on SIGTERM. FAKE_NODE=<name>:<mode> makes one `die` at start,
+be `slow` (it ends at the second signal) or `stubborn` (at none).
 
 Run with `cluster`, it is `pd up` over such nodes."""
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 
+asked: list[str] = []  # one for each signal
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -22,7 +24,8 @@ def main() -> None:
     who, _, mode = os.environ.get("FAKE_NODE", "").partition(":")
     if who == name and mode == "die":
         sys.exit("--model: there is no such model")
-    signal.signal(signal.SIGTERM, lambda *_: stop(name, stubborn=who == name and mode == "stubborn"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop(name, mode if who == name else ""))
     open_port(int(options["--listen"].rpartition(":")[2]))
     if options["--http-port"] != "0":
         open_port(int(options["--http-port"]))
@@ -32,9 +35,10 @@ def main() -> None:
         signal.pause()
 
 
-def stop(name: str, *, stubborn: bool) -> None:
-    print(f"{name} drains", flush=True)
-    if not stubborn:
+def stop(name: str, mode: str) -> None:
+    asked.append(name)
+    print(f"{name} drains" if len(asked) == 1 else f"{name} tells its clients", flush=True)
+    if not mode or (mode == "slow" and len(asked) == 2):
         os._exit(0)
 
 
@@ -54,18 +58,19 @@ def open_port(port: int) -> None:
 def cluster() -> int:
     from rich.console import Console
 
+    from pdbus.nodes import up
     from pdbus.nodes.cluster import Cluster, http_ok
     from pdbus.nodes.node_process import NodeProcess
-    from pdbus.nodes.up import print_line, serve
 
     async def ready(node: NodeProcess) -> bool:
         return not node.http or await http_ok(f"{node.http}/health/ready")
 
+    up.KILL_AFTER_S = 1.0  # our nodes have no processes to end
     console = Console(stderr=True, highlight=False)
     nodes = Cluster(
-        command=(sys.executable, __file__), ready=ready, on_line=lambda node, line: print_line(console, node, line)
+        command=(sys.executable, __file__), ready=ready, on_line=lambda node, line: up.print_line(console, node, line)
     )
-    return asyncio.run(serve(nodes, console))
+    return asyncio.run(up.serve(nodes, console))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import http.server
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -89,6 +90,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETION, {"prompt": "x" * LIMIT}, "prompt", f"has {LIMIT} tokens; with one for the answer at most {LIMIT} fit"),
     (CHAT, user("x" * LIMIT), "messages", f"at most {LIMIT} fit"),
     (COMPLETION, hi(max_tokens=-1), "max_tokens", "must be between 1 and"),
+    (COMPLETION, hi(stop_token_ids=[10**6]), "stop_token_ids[0]", "must be a token id from 0 to"),
     (COMPLETION, hi(temperature=-0.5), "temperature", "must be between 0 and 2"),
     (COMPLETION, hi(top_p=-1), "top_p", "must be between 0 and 1"),
     (COMPLETION, hi(top_k=-3), "top_k", "must be between 0 and"),
@@ -98,7 +100,12 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETION, hi(stop=[1]), "stop[0]", "expected a string, got an integer"),
     (COMPLETION, {"prompt": {"text": "hi"}}, "prompt", "expected a string or a list, got an object"),
     (COMPLETION, {"prompt": [1, 256]}, "prompt", "token id 256 is outside the vocabulary of 256"),
-    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "one of system, user, assistant"),
+    (
+        CHAT,
+        {"messages": [{"role": "robot", "content": "hi"}]},
+        "messages[0].role",
+        "one of system, developer, user, assistant",
+    ),
     (CHAT, user(5), "messages[0].content", "expected a string or a list, got an integer"),
     (COMPLETION, hi(beams=2), "beams", "unknown field"),
     (COMPLETION, {"max_tokens": 3}, "prompt", "required field is missing"),
@@ -383,7 +390,7 @@ def test_what_is_no_bus_address_is_told_and_not_called(lone: Lone, d: NodeProces
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"coded_head_dim": 32}, "head_dim 32 against 16"),
     "dtype": ({"dtype": "float16"}, "dtype float16 against float32"),
-    "weights": ({"model_id": "other"}, "fingerprint other against coded-256"),
+    "weights": ({"model_id": "other"}, "the weights differ (fingerprint other against coded-256)"),
 }
 
 
@@ -407,8 +414,7 @@ def test_a_pair_that_cannot_share_kv_is_refused_by_field_with_both_values(lone: 
 
 def reversed_pair(reason: str) -> str:
     """The same difference as the other side says it: its own value last."""
-    field, one, _, other = reason.split()
-    return f"{field} {other} against {one}"
+    return re.sub(r"(\S+) against ([^)]+)", r"\2 against \1", reason)
 
 
 def run_pd(*arguments: str) -> subprocess.CompletedProcess[str]:

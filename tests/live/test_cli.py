@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pdbus import __version__
 from pdbus.nodes import cli
 
 pytestmark = pytest.mark.live
@@ -48,6 +49,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pd up --engine coded --block-size 3", "pd: --block-size: 3 is not a power of two"),
         ("pd status nowhere", "pd: ADDRESS: must be like tcp://host:port"),
         ("pd connect tcp://127.0.0.1:7400", "pd: Missing argument 'MEMBER...'"),
+        ("pd connect tcp://127.0.0.1:7400 here", "pd: MEMBER: must be like tcp://host:port"),
+        ("pd connect here tcp://127.0.0.1:7400", "pd: NODE: must be like tcp://host:port"),
         ("pd frobnicate", "pd: No such command 'frobnicate'."),
         ("pd bench transfer --sizes 1MiB,huge", "pd: --sizes: 'huge' will not do; give a size"),
         ("pd-replay show", "pd-replay: Missing argument 'REQUEST'."),
@@ -118,3 +121,15 @@ main()
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert json.loads(result.stdout) == {"rtt_us": 1.5, "messages_per_s": 7}
     assert result.returncode == 0
+
+
+def test_a_bad_address_in_the_environment_is_blamed_on_it() -> None:
+    result = run("pd", "status", environ={"PD_ADDRESS": "nowhere"})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("pd: PD_ADDRESS: must be like tcp://host:port")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_says_its_version(program: str) -> None:
+    result = run(program, "--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{program} {__version__}\n", "")

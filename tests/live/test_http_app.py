@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from pdbus.bus import wire
 from pdbus.bus.endpoint import Received
 from pdbus.bus.messages import Cancel, Generate
 from pdbus.connector.process import Child, Exit, spawn
+from pdbus.nodes.http import server
 from pdbus.nodes.http.listening import HttpArgs, listen
 from pdbus.nodes.http.stream import BODY_BYTES_MAX
 
@@ -114,6 +116,74 @@ async def test_a_huge_body_is_answered_while_it_is_still_being_sent() -> None:
         response = await s.web.post("/v1/completions", content=b"x" * (2 * BODY_BYTES_MAX))
         assert response.status_code == 413
         assert (await s.web.get("/health/live")).status_code == 200
+
+
+async def says(port: int, sent: bytes) -> bytes:
+    """All that comes back until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+TOO_LARGE = [b"content-length: 99999999999", b"content-length: 9000000\r\nexpect: 100-continue"]
+
+
+@pytest.mark.parametrize("headers", TOO_LARGE)
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(headers: bytes) -> None:
+    @on_loop
+    async def scene() -> None:
+        async with served() as s:
+            answer = await says(s.port, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"body_too_large" in answer
+
+    scene()
+
+
+HALF_HEADS = {"nothing": b"", "half a head": b"GET / HTTP/1.1\r\nhost: x\r\n"}
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("half", HALF_HEADS.values(), ids=HALF_HEADS)
+def test_a_connection_without_a_whole_head_is_closed(half: bytes, before: bytes, monkeypatch: Any) -> None:
+    """Each holds a descriptor: a few thousand of them would keep everyone else out."""
+    monkeypatch.setattr(server, "HEAD_S", 0.05)
+
+    @on_loop
+    async def scene() -> None:
+        node = FakeNode()
+        node.status = STATUS
+        node.bind()
+        with listen("127.0.0.1", 0) as sock:
+            port = sock.getsockname()[1]
+            serving = asyncio.create_task(server.serve(HttpArgs(bus=node.address, fd=os.dup(sock.fileno()))))
+            answer = await says(port, before + half)
+            assert answer.startswith(b"HTTP/1.1 200 OK") if before else answer == b""
+            serving.cancel()
+            await asyncio.wait((serving,))
+        node.close()
+
+    scene()
+
+
+@on_loop
+async def test_a_warning_has_time_and_node() -> None:
+    node = FakeNode()
+    node.bind()
+    with listen("127.0.0.1", 0) as sock:
+        args = HttpArgs(bus=node.address, fd=sock.fileno(), name="d1")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", MODULE, wire.to_json(args).decode(),
+            pass_fds=(sock.fileno(),), stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        await says(sock.getsockname()[1], bytes(100))
+        process.terminate()
+        _, said = await process.communicate()
+    node.close()
+    assert re.fullmatch(rb"\d\d:\d\d:\d\d d1 HTTP: Invalid HTTP request received\.\n", said)
 
 
 NO_HTTP = {

@@ -84,6 +84,7 @@ def test_watching_goes_on_until_ctrl_c(d: NodeProcess, options: list[str]) -> No
     watching = subprocess.Popen(
         [*PD, "status", d.address, "--watch", *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(), "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored by background jobs
     )  # fmt: skip
     assert watching.stdout is not None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
 import re
 import select
@@ -104,17 +105,76 @@ def test_one_signal_drains_and_leaves_no_process_and_no_port(number: signal.Sign
     assert_closed(seen)
 
 
-def test_a_second_signal_ends_a_node_that_does_not_drain() -> None:
-    with pd_up("decode-1:stubborn") as up:
+def signalled_while_draining(mode: str, more: int = 0) -> str:
+    """All lines when a second signal, and then `more`, come while decode-1 drains; nothing is left."""
+    with pd_up(mode) as up:
         seen = read_until(up, "Ctrl-C")
         below = watch_below(up.pid)
         up.send_signal(signal.SIGINT)
         seen += read_until(up, "decode-1 drains")
         up.send_signal(signal.SIGINT)
+        seen += read_until(up, "decode-1 tells its clients")
+        for _ in range(more):
+            up.send_signal(signal.SIGINT)
         seen += rest_of(up)
         assert up.wait() == 0
     assert_all_end(below)
     assert_closed(seen)
+    return seen
+
+
+def test_a_second_signal_reaches_the_nodes_which_tell_their_clients() -> None:
+    """Killed at once, they would leave broken connections behind."""
+    assert "decode-1 tells its clients" in signalled_while_draining("decode-1:slow")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_node_that_does_not_end_is_killed_after_a_while_or_at_the_third_signal(more: int) -> None:
+    signalled_while_draining("decode-1:stubborn", more)
+
+
+UP = "from pdbus.nodes.cli import main; main()"
+
+
+@contextlib.contextmanager
+def real_up(*options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-c", UP, "up", "--engine", "coded", "--kv-blocks", "64", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_second_signal_tells_a_client_in_mid_stream() -> None:
+    with real_up("--prefill", "0", "--coded-step-ms", "200") as up:
+        seen = read_until(up, "Ctrl-C")
+        port = int(re.findall(r"curl http://127\.0\.0\.1:(\d+)", seen)[0])
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", '{"prompt": "x", "max_tokens": 500, "stream": true}')
+            answer = connection.getresponse()
+            assert answer.readline().startswith(b"data: ")
+            up.send_signal(signal.SIGINT)
+            read_until(up, "draining")
+            up.send_signal(signal.SIGINT)
+            last = answer.read().strip().splitlines()[-1]
+        assert b'"error"' in last and b'"unavailable"' in last
+        rest_of(up)
+        assert up.wait() == 0
+
+
+def test_ports_that_give_way_are_said() -> None:
+    with contextlib.ExitStack() as stack:
+        for port in (7400, 8080):
+            with contextlib.suppress(OSError):  # another program has it: as good
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        seen = read_until(stack.enter_context(real_up("--prefill", "0")), "pd status")
+    assert re.search(r"^taken: port 7400, .*port 8080.*; the next free ones are used$", seen, re.M)
+    bus = int(re.findall(r"pd status tcp://127\.0\.0\.1:(\d+)", seen)[0])
+    assert bus > 7400 and (bus - 7400) % 3 == 0
 
 
 def test_a_node_that_fails_at_start_ends_all_with_its_message() -> None:

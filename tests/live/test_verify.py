@@ -126,7 +126,9 @@ def check_verifies(folder: Path, hash_seed: str) -> None:
 
 
 def test_what_is_asked_for_is_told(folder: Path) -> None:
-    out = verified(folder, "--lease", "prefill-2/1", "--block", "decode-1/0").stdout
+    told = verified(folder, "--lease", "prefill-2/1/1", "--block", "decode-1/0")
+    out = told.stdout
+    assert told.returncode == 0
     assert "lease 1 of prefill-2" in out and "lease.began" in out and "lease.ended" in out
     assert "block 0 of decode-1" in out
 

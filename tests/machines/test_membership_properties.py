@@ -77,6 +77,7 @@ events: st.SearchStrategy[ms.MembershipEvent] = st.one_of(
     st.builds(ms.LinkOpened, link=st.sampled_from(LINKS[:3]), address=st.sampled_from(ADDRESSES)),
     st.builds(ms.LinkLost, link=st.sampled_from(LINKS[:3])),
     st.builds(ms.BusyChanged, peer=st.sampled_from(NAMES), busy=st.booleans()),
+    st.builds(ms.WatchChanged, peer=st.sampled_from(NAMES), watched=st.booleans()),
     st.builds(ms.OwnAgentChanged, agent=st.builds(Agent, epoch=st.integers(0, 3))),
     st.just(ms.DrainStarted()),
     st.just(ms.Tick()),
@@ -99,6 +100,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.up: dict[str, bytes] = {}
+        self.watched: dict[str, bytes] = {}
 
     def check(self, event: ms.MembershipEvent, effects: list[ms.MembershipEffect]) -> None:
         for effect in effects:
@@ -107,7 +109,11 @@ class Watch:
                     assert peer.name not in self.up, "up twice without a down between"
                     self.up[peer.name] = peer.incarnation
                     assert isinstance(event, ms.HelloReceived | ms.WelcomeReceived) or peer.hello is not None
+                case ms.PeerWatched(peer=peer, watched=watched):
+                    assert peer.state == "up" and (self.watched.get(peer.name) == peer.incarnation) is not watched
+                    self.watched[peer.name] = peer.incarnation if watched else b""
                 case ms.PeerDown(peer=peer, proven=proven):
+                    assert not self.watched.get(peer.name), "down while watched"
                     assert self.up.pop(peer.name, None) in (None, peer.incarnation)
                     proof = (ms.HelloReceived, ms.WelcomeReceived, ms.GoodbyeReceived)
                     assert not proven or isinstance(event, proof)
@@ -116,6 +122,18 @@ class Watch:
                     assert agent.epoch == peer.epoch
                 case ms.SendOn(kind="stale_peer"):
                     assert not isinstance(event, ms.StaleReceived)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(events, st.integers(0, 4)), max_size=40))
+def test_the_kept_deadline_is_the_one_that_a_search_finds(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
+    m, now = machine(), 0
+    for event, seconds in steps:
+        now += seconds * S
+        m.handle(event, now)
+        kept = m.next_deadline()
+        m._deadline_known = False
+        assert kept == m.next_deadline()
 
 
 @settings(max_examples=300, deadline=None)

@@ -129,11 +129,11 @@ def a_wake_up_is_lost(patch: pytest.MonkeyPatch) -> None:
 def a_block_is_shared_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler._advance
 
-    def early(self: Scheduler, row: Any) -> Any:
+    def early(self: Scheduler, row: Any, tokens: int) -> Any:
         s = self._sequences[row.seq]
         for i, block_hash in enumerate(s.block_hashes[: len(s.blocks)]):
             self._pool.publish(s.blocks[i], block_hash)
-        return right(self, row)
+        return right(self, row, tokens)
 
     patch.setattr(Scheduler, "_advance", early)
 

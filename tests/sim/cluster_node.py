@@ -6,7 +6,6 @@ after what is being heard now.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,17 +21,17 @@ from pdbus.connector.layout import geometry_for
 from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig, NodeCore
+from pdbus.nodes.replay.driver import Shell
 from pdbus.nodes.replay.explore.search import Violation
 from pdbus.nodes.report import ledger
 from pdbus.nodes.scheduler import Limits
 
 from .cluster_machines import Mover, Worker
-from .cluster_world import MS, Link, Packet, S, World
+from .cluster_world import Link, Packet, S, World
 
 if TYPE_CHECKING:
     from .cluster_sim import Client, Cluster
 
-TICK_MIN_NS = MS  # as in control
 RESTART_WAIT_NS = S // 10
 IDLE_TICKS_MAX = 3  # in a row that leave a deadline in the past: more is spinning
 
@@ -46,7 +45,7 @@ class Answer:
     sent: int = 0
 
 
-class SimNode:
+class SimNode(Shell):
     def __init__(self, cluster: Cluster, name: str, role: str, life: int) -> None:
         plan = cluster.plan
         self.cluster, self.name, self.role, self.life = cluster, name, role, life
@@ -56,22 +55,15 @@ class SimNode:
         self.block_size = plan.block_size
         self.blocks = plan.prefill_blocks if role == "prefill" else plan.decode_blocks
         self.slab = [0] * (self.blocks * self.block_size)
-        self.core = self.new_core()
+        super().__init__(self.world, self.new_core())
         self.record: list[tuple[ev.NodeEvent, int, list[ev.NodeEffect]]] = []
         self.worker = Worker(self)
         self.mover = Mover(self)
         self.answers: dict[bytes, Answer] = {}
         self.inbound: dict[str, Link] = {}
-        self.over = False
-        self.frozen_until = 0
-        self._waiting: deque[Callable[[], None]] = deque()  # what has reached it while it is frozen
         self._links: dict[str, Link] = {}
         self._by_seq: dict[int, Answer] = {}
         self._prompts: dict[TryId, tuple[int, ...]] = {}
-        self._queue: deque[ev.NodeEvent] = deque()
-        self._turning = False
-        self._timer = 0
-        self._due: int | None = None
         self._idle_ticks = 0
         self._mover_asked = False
         self._leases: dict[tuple[str, int], bool] = {}  # by (request, attempt): whether it has ended
@@ -97,40 +89,6 @@ class SimNode:
         self.cluster.bus.cut_all(self, lose)
 
     # ------------------------------------------------------------ the loop
-
-    def enter(self, do: Callable[[], None]) -> None:
-        """Something reaches this process: while it is frozen it waits, in order, and when it is over nothing comes."""
-        if self.over:
-            return
-        if not self._waiting and self.frozen_until <= self.world.now:
-            do()
-            return
-        if not self._waiting:
-            self._thaw_later()
-        self._waiting.append(do)
-
-    def _thaw_later(self) -> None:
-        self.world.after(self.frozen_until - self.world.now, self._thaw)
-
-    def _thaw(self) -> None:
-        """What has come meanwhile is heard in the order in which it came, unless another pause has begun."""
-        while self._waiting and not self.over:
-            if self.frozen_until > self.world.now:
-                self._thaw_later()
-                return
-            self._waiting.popleft()()
-
-    def post(self, event: ev.NodeEvent) -> None:
-        self._queue.append(event)
-        if self._turning or self.over:
-            return
-        self._turning = True
-        try:
-            while self._queue and not self.over:
-                self._turn(self._queue.popleft())
-        finally:
-            self._turning = False
-        self._arm()
 
     def _turn(self, event: ev.NodeEvent) -> None:
         self.world.note(self.name, event)
@@ -173,23 +131,6 @@ class SimNode:
             needed = -(-(waiting[0].prompt_tokens + waiting[0].generated) // self.block_size)
             if needed <= free:
                 raise Violation(f"{self.name}: {waiting[0].request!r} waits for {needed} blocks, and {free} are free")
-
-    def _arm(self) -> None:
-        due = self.core.next_deadline()
-        if due == self._due and self._due is not None and due > self.world.now:
-            return  # the timer that runs is right
-        self._timer += 1
-        self._due = due
-        if due is None or self.over:
-            return
-        timer = self._timer
-
-        def tick() -> None:
-            if self._timer == timer:
-                self._due = None
-                self.post(ev.Tick())
-
-        self.world.after(max(due - self.world.now, TICK_MIN_NS), lambda: self.enter(tick))
 
     # ------------------------------------------------------------ the bus
 

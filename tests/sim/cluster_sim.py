@@ -286,7 +286,7 @@ class Cluster:
 
     def _freeze(self, node: SimNode) -> None:
         most_ms = 40_000 if self.world.chance(0.1) else 8000  # as long as a lease, or as it takes to be called dead
-        node.frozen_until = max(node.frozen_until, self.world.now + self.world.between_ms(100, most_ms))
+        node.freeze(self.world.now + self.world.between_ms(100, most_ms))
 
     def _drain(self, node: SimNode, event: ev.NodeEvent) -> None:
         self.codes |= {"draining", "shutdown"}

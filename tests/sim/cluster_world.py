@@ -8,7 +8,6 @@ doubled and delayed past later ones, which no TCP does and every rule has to sur
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdbus.bus.messages import Message
 from pdbus.bus.wire import Header
+from pdbus.nodes.replay.driver import Driver
 
 if TYPE_CHECKING:
     from .cluster_node import SimNode
@@ -26,21 +26,15 @@ S = 1_000_000_000
 HANDOFF = ("prefill.", "transfer.", "lease.")
 
 
-class World:
-    """The clock and all that is to happen."""
+class World(Driver):
+    """The clock and all that is to happen, and chance."""
 
     def __init__(self, seed: int, tracing: bool = False) -> None:
-        self.now = 0
+        super().__init__()
         self.random = random.Random(seed)
         self.counters: Counter[str] = Counter()
         self.trace: list[str] = []
         self._tracing = tracing
-        self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = 0
-
-    def after(self, delay_ns: int, do: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (self.now + delay_ns, self._order, do))
 
     def after_ms(self, low: float, high: float, do: Callable[[], None]) -> None:
         self.after(self.between_ms(low, high), do)
@@ -50,14 +44,6 @@ class World:
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
-
-    def run(self, until_ns: int, over: Callable[[], bool] = lambda: False) -> None:
-        """Let things happen until then, or until `over`."""
-        while self._heap and self._heap[0][0] <= until_ns and not over():
-            self.now, _, do = heapq.heappop(self._heap)
-            do()
-        if not over():
-            self.now = until_ns
 
     def note(self, who: str, what: object) -> None:
         if self._tracing:

@@ -29,7 +29,10 @@ FAULTY = Plan(
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+HEALED = 1603  # reads that do not end cost the node its mover, and it goes on under another epoch
+
+
+@pytest.mark.parametrize("seed", [*range(24), HEALED])
 def test_every_run_verifies(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Crashes, deaths, drains, lost and doubled messages, slow and failing reads, clients that leave."""
     record(seed, tmp_path, monkeypatch, plan_of(seed))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdbus.bus.errors import ConfigError
+from pdbus.nodes import config
 from pdbus.nodes.config import SETTINGS, Host, NodeConfig, load
 
 GIB = 1 << 30
@@ -84,6 +85,7 @@ def test_a_file_may_use_dashes_tables_and_toml_types(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("kv_blcks = 3", "kv_blcks (node.toml): is no setting of a node; the nearest is kv_blocks"),
+        ("foo = 3", "foo (node.toml): is no setting of a node; `pd-node --help` lists them all"),
         ("[up]\nx = 1", "up (node.toml): is no setting"),
         ("kv_blocks = 'many'", "kv_blocks (node.toml): 'many' is not a whole number"),
         ("kv_blocks = 1979-05-27", "kv_blocks (node.toml): give text, a number, true, false or a list"),
@@ -156,11 +158,11 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"name": "two words"}, "--name", "up to 64 letters"),
         ({"listen": "127.0.0.1:7400"}, "--listen", "tcp://host:port"),
         ({"listen": "tcp://127.0.0.1:99999"}, "--listen", "65535"),
-        ({"listen": "tcp://10.0.0.5:7400"}, "--listen", "needs keys or --insecure"),
+        ({"listen": "tcp://10.0.0.5:7400"}, "--listen", "needs --insecure, for there are no keys yet"),
         ({"listen": "tcp://*:7400", "insecure": "true"}, "--listen", "--advertise"),
         ({"listen": "tcp://127.0.0.1:65534"}, "--listen", "give a smaller one"),
         ({"events": "tcp://127.0.0.1:7400"}, "--events", "must differ from --listen's"),
-        ({"events": "tcp://10.0.0.5:7401"}, "--events", "needs keys or --insecure"),
+        ({"events": "tcp://10.0.0.5:7401"}, "--events", "needs --insecure, for there are no keys yet"),
         ({"advertise": "tcp://0.0.0.0:7400"}, "--advertise", "give this one's address"),
         ({"listen": "tcp://10.0.0.5:1", "insecure": "1", "advertise": "tcp://127.0.0.1:1"}, "--advertise", "address"),
         ({"join": "tcp://a:1,b:2"}, "--join", "tcp://host:port"),
@@ -205,6 +207,7 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"run_dir": "/nowhere"}, "--run-dir", "there is no folder"),
         ({"run_dir": "/" + "x" * 80}, "--run-dir", "a shorter path"),
         ({"record": "/dev/null"}, "--record", "give a folder"),
+        ({"record_tokens": "1"}, "--record-tokens", "needs --record DIR"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_the_setting_and_what_would_be_right(
@@ -222,3 +225,34 @@ def test_a_lease_is_held_against_renewals_and_claims_that_were_not_given(role: s
     assert refusal(role=role, lease="1s").startswith("--lease: a lease of 1s is too short: three renewals (5s)")
     assert coded(role=role, lease="21s").lease_ns == 21 * 10**9
     assert coded(role=role, lease="1s", renew="200ms", claim="100ms").lease_ns == 10**9
+
+
+def test_a_slip_in_a_variable_is_named() -> None:
+    """It was passed over, and the default taken without a word."""
+    with pytest.raises(ConfigError, match=r"^PD_KV_BLOK: is no setting of a node; the nearest is PD_KV_BLOCKS$"):
+        load({"engine": "coded"}, {"PD_KV_BLOK": "5"}, host=HOST)
+
+
+def test_variables_of_others_are_none_of_our_business() -> None:
+    """Kubernetes sets these for a service that is called pd."""
+    others = {
+        "PD_PORT": "tcp://10.0.0.1:80",
+        "PD_SERVICE_HOST": "10.0.0.1",
+        "PD_PORT_80_TCP_ADDR": "x",
+        "PD_TOKEN": "x",
+    }
+    own = {"PD_CACHE": "/tmp", "PD_ADDRESS": "tcp://127.0.0.1:7400"}
+    assert load({"engine": "coded"}, {**others, **own}, host=HOST) == coded()
+
+
+def test_a_bad_file_is_blamed_on_what_named_it(tmp_path: Path) -> None:
+    bad = toml(tmp_path, "kv_blocks = ")
+    with pytest.raises(ConfigError, match=r"^PD_CONFIG: .* is not TOML"):
+        load({}, {"PD_CONFIG": str(bad)}, file=bad, host=HOST)
+
+
+@pytest.mark.parametrize("setting", ["listen", "events", "http_host"])
+def test_a_host_that_nobody_knows_is_not_said_to_be_reachable(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "unknown_host", lambda host: "Name or service not known")
+    said = refusal(**{setting: "nosuch.invalid" if setting == "http_host" else "tcp://nosuch.invalid:7600"})
+    assert said.endswith("nosuch.invalid is not known here: Name or service not known")

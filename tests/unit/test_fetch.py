@@ -46,6 +46,7 @@ from pdbus.connector.handoff import (
     OwnerEpoch,
     OwnerGone,
     OwnerSaid,
+    OwnerWatched,
     PostRead,
     PrefillFinished,
     ReadDone,
@@ -594,3 +595,24 @@ def test_what_was_not_read_is_not_checked() -> None:
     d = Decode(replace(CONFIG, digest_layers=LAYERS))
     d.ask(prompt_tokens=8, have=8)
     assert d.said(replace(DONE, ready=8, blocks=b""))[-2] == CLAIM
+
+
+def test_nothing_is_renewed_at_an_owner_that_the_shell_watches(d: Decode) -> None:
+    """Neither what was asked before nor what is asked afterwards; no silence fails it, only the request's deadline."""
+    d.ask(b"r")
+    d.said(accepted())
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=True))
+    d.ask(b"s")
+    d.said(accepted(replace(TRY, request=b"s"), replace(LEASE, generation=2)))
+    assert d.fetches.next_deadline() == 300 * S
+    assert d.hear(FetchTick(), now=200 * S) == []
+
+
+def test_renewals_go_on_where_watching_ends(d: Decode) -> None:
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=True))
+    d.ask()
+    d.said(accepted())
+    d.hear(OwnerWatched(node="p", incarnation=b"p1", watched=False), now=100 * S)
+    (say,) = d.hear(FetchTick(), now=105 * S)
+    assert isinstance(say, Say) and isinstance(say.message, LeaseRenew)
+    assert failure(d.hear(FetchTick(), now=124 * S)).cause == "lease not renewed"

@@ -414,6 +414,18 @@ def test_models() -> None:
     assert model["id"] == "tiny" and model["object"] == "model" and model["max_model_len"] == 128
 
 
+def test_a_model_by_its_id() -> None:
+    """As OpenAI's own client asks for it; an id may have slashes in it."""
+    client = FakeClient()
+    client.says = {**STATUS, "model": "org/tiny"}
+    [listed] = call(client, "GET", "/v1/models").json()["data"]
+    assert call(client, "GET", "/v1/models/org/tiny").json() == listed
+    assert call(client, "GET", "/v1/models/org%2Ftiny").json() == listed
+    other = call(client, "GET", "/v1/models/gpt-9")
+    assert other.status_code == 404
+    assert error(other)["code"] == "model_not_found"
+
+
 def test_metrics_count_requests_and_pass_the_node_s_numbers_on() -> None:
     async def scene() -> str:
         async with serving(FakeClient()) as web:
@@ -575,7 +587,14 @@ NO_ADDRESS = ["127.0.0.1:8090", "ftp://x", "http://", "http://[::1", "http://127
 def test_what_is_no_address_is_said_so(url: str) -> None:
     [result] = add(FakeClient(), url)
     assert not result["ok"]
+    assert result["endpoint"] == url
     assert result["detail"] == "must be like http://host:port"
+
+
+def test_https_where_plain_http_is_spoken_is_said_so() -> None:
+    with endpoint_of() as url:
+        [result] = add(FakeClient(), url.replace("http:", "https:"))
+    assert result["detail"] == "cannot be reached: it does not speak TLS there; give http:// if it speaks plain HTTP"
 
 
 def test_a_port_that_speaks_something_else_is_said_so() -> None:

@@ -11,8 +11,18 @@ import pytest
 from pdbus.bus.errors import RequestError
 from pdbus.bus.messages import Sampling
 from pdbus.nodes.http.schema import SEED_OF_ZERO, UNTIL_FULL, Asked, parse_chat, parse_completion
+from pdbus.nodes.limits import ROLES
 
 USER = [{"role": "user", "content": "hi"}]
+
+
+OPENAI_CHAT = (
+    "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_completion_tokens",
+    "max_tokens", "metadata", "modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty",
+    "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format", "safety_identifier", "seed",
+    "service_tier", "stop", "store", "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs",
+    "top_p", "user", "verbosity", "web_search_options",
+)  # fmt: skip
 
 
 def completion(**fields: Any) -> Asked:
@@ -58,8 +68,10 @@ def test_prompt_takes_text_or_token_ids(prompt: Any, taken: Any) -> None:
     assert completion(prompt=prompt).prompt == taken
 
 
-def test_max_completion_tokens_wins_over_its_older_name() -> None:
-    assert chat(max_tokens=3, max_completion_tokens=5).sampling.max_tokens == 5
+@pytest.mark.parametrize("fields", [{"max_tokens": 5}, {"max_completion_tokens": 5}])
+def test_the_limit_of_chat_has_two_names(fields: dict[str, int]) -> None:
+    assert chat(**fields).sampling.max_tokens == 5
+    assert chat(**fields, **dict.fromkeys({"max_tokens", "max_completion_tokens"} - {*fields}, 5)) == chat(**fields)
 
 
 @pytest.mark.parametrize(
@@ -71,22 +83,40 @@ def test_chat_logprobs(fields: dict[str, Any], wanted: int | None) -> None:
     assert chat(**fields).sampling.logprobs == wanted
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_that_a_node_knows_is_taken(role: str) -> None:
+    assert chat(messages=[{"role": role, "content": "x"}]).prompt == [{"role": role, "content": "x"}]
+
+
 def test_text_parts_are_joined_by_line_breaks() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}]).prompt == [{"role": "user", "content": "a\nb"}]
 
 
 def test_an_earlier_answer_comes_back_with_openai_s_empty_fields() -> None:
-    earlier = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
+    earlier = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "tool_calls": None,
+        "audio": None,
+        "annotations": [],
+    }
     assert chat(messages=[earlier]).prompt == [{"role": "assistant", "content": "x"}]
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
     completion(
         n=1, best_of=1, echo=False, suffix=None, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, user="u",
-        metadata={"a": "b"}, store=False, service_tier="auto",
+        metadata={"a": "b"}, store=False, service_tier="auto", safety_identifier="s", prompt_cache_key="k",
+        prompt_cache_retention="24h",
     )  # fmt: skip
-    chat(tools=[], tool_choice="none", response_format={"type": "text"})
+    chat(
+        tools=[], tool_choice="none", response_format={"type": "text"}, parallel_tool_calls=True, functions=[],
+        function_call="auto", modalities=["text"], reasoning_effort="none", verbosity="medium",
+    )  # fmt: skip
+    chat(**dict.fromkeys(OPENAI_CHAT))
+    chat(stream=True, stream_options={"include_obfuscation": False})
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -122,6 +152,7 @@ BAD_FIELDS = [
     ({"beam_width": 3}, "beam_width", "unknown field"),
     ({"n": 2}, "n", "only 1 is supported"),
     ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
+    ({"model": ""}, "model", "must not be empty"),
     ({"logit_bias": {"1": 2}}, "logit_bias", "only {} is supported"),
 ]
 BAD_COMPLETION = [
@@ -144,13 +175,21 @@ BAD_CHAT = [
     ({"messages": "hi"}, "messages", "expected a list, got a string"),
     ({"messages": [1]}, "messages[0]", "expected an object, got an integer"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "required field is missing"),
-    ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role", "must be one of system, user"),
+    (
+        {"messages": [*USER, {"role": "robot", "content": "x"}]},
+        "messages[1].role",
+        "must be one of system, developer, user",
+    ),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required field is missing"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "expected a string or a list"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "only"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "a string"),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown field"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "must be between 1 and"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one of the two"),
+    ({"audio": {"voice": "x"}}, "audio", "only null is supported"),
+    ({"modalities": ["audio"]}, "modalities", 'only ["text"] is supported'),
+    ({"reasoning_effort": "high"}, "reasoning_effort", 'only "none" is supported'),
     ({"logprobs": 3}, "logprobs", "expected true or false"),
     ({"top_logprobs": 3}, "top_logprobs", "only allowed with logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),

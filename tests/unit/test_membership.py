@@ -400,6 +400,41 @@ def test_a_link_in_use_carries_a_heartbeat_each_second_and_for_a_minute_after() 
     assert len(d.sent(Heartbeat)) <= 2
 
 
+def test_no_heartbeats_go_to_a_peer_that_the_shell_watches_and_none_judges_its_silence() -> None:
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    d.forget()
+    p.die()
+    net.run(300)
+    assert d.effects == [] and d.machine.next_deadline() is None and d.state_of("p") == "up"
+
+
+def test_a_peer_that_is_watched_no_longer_is_silent_from_then_on() -> None:
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    d.handle(ms.BusyChanged(peer="p", busy=True))
+    p.die()
+    net.run(300)
+    d.handle(ms.WatchChanged(peer="p", watched=False))
+    net.run(4.9)
+    assert d.state_of("p") == "suspect"
+    net.run(0.2)
+    assert d.state_of("p") == "dead"
+
+
+def test_a_cut_ends_the_watching() -> None:
+    """Or nobody would find that the peer has gone."""
+    net, p, d = pair()
+    d.handle(ms.WatchChanged(peer="p", watched=True))
+    p.die()
+    d.forget()
+    d.handle(ms.LinkLost(link=d.machine.prefill_peers()[0].link))
+    assert [e.watched for e in d.got(ms.PeerWatched)] == [False]
+    net.run(6)
+    assert d.state_of("p") == "dead"
+
+
 def test_a_heartbeat_that_asks_is_answered_with_our_load() -> None:
     _, p, d = pair()
     p.handle(ms.OwnLoadChanged(waiting_prefill_tokens=7, running=1, free_blocks=3))
@@ -626,7 +661,7 @@ def test_why_an_address_cannot_be_joined_is_told_once_until_the_reason_changes()
     assert d.got(ms.CallFailed) == [told]
     Node(net, "p", "prefill", model="other", fingerprint="g")
     net.run(60)
-    reason = "cannot share KV: fingerprint f against g"
+    reason = "cannot share KV: the weights differ (fingerprint f against g)"
     assert d.got(ms.CallFailed) == [told, ms.CallFailed(address="tcp://p:7400", name="p", reason=reason)]
 
 
@@ -637,7 +672,7 @@ def test_who_is_turned_away_is_told_once() -> None:
     net.run(120)
     [told] = p.got(ms.TurnedAway)
     assert (told.name, told.address) == ("d", d.address)
-    assert told.reason == "cannot share KV: fingerprint g against f"
+    assert told.reason == "cannot share KV: the weights differ (fingerprint g against f)"
 
 
 def test_a_call_to_a_peer_that_left_is_shown_with_the_peer() -> None:

@@ -43,6 +43,7 @@ from pdbus.connector.handoff import (
     ReaderCame,
     ReaderGone,
     ReaderSaid,
+    ReaderWatched,
     ShutdownBegan,
     StartPrefill,
     StopPrefill,
@@ -407,3 +408,16 @@ def test_digests_come_with_all_snapshots_of_a_finished_prompt_and_no_other(p: Pr
 def test_nobody_digests_what_is_not_wanted(p: Prefill) -> None:
     start = p.ask()[-1]
     assert isinstance(start, StartPrefill) and start.digest_from == -1
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_leases_of_a_reader_that_the_shell_watches_do_not_expire(p: Prefill, before: bool) -> None:
+    watched = ReaderWatched(node="d", incarnation=b"d1", watched=True)
+    if before:
+        p.offers.handle(watched, 0)
+    p.lease()
+    if not before:
+        p.offers.handle(watched, 10 * S)
+    assert p.offers.handle(OfferTick(), 200 * S) == [] and p.offers.next_deadline() == 300 * S
+    p.offers.handle(replace(watched, watched=False), 200 * S)
+    assert ended(p.offers.handle(OfferTick(), 230 * S)) == [Cause.EXPIRED]

@@ -33,11 +33,11 @@ class Gated(ByteTokenizer):
         self.gate = threading.Event()
         self.begun = threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
         if len(text) > prompt_reader.LONG_CHARS:
             self.begun.set()
             self.gate.wait(20)
-        return super().encode(text)
+        return super().encode(text, tokens_max)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ class Gated(ByteTokenizer):
 )
 @on_loop
 async def test_the_three_kinds_of_prompt(asked: Generate, ids: Sequence[int]) -> None:
-    reader = PromptReader(ByteTokenizer(), 256)
+    reader = PromptReader(ByteTokenizer(), 256, 2**31)
     assert list(await reader.read(asked)) == ids
     reader.close()
 
@@ -69,7 +69,7 @@ async def test_the_three_kinds_of_prompt(asked: Generate, ids: Sequence[int]) ->
 )
 @on_loop
 async def test_what_is_no_prompt_names_its_field(fields: dict[str, Any], param: str) -> None:
-    reader = PromptReader(ByteTokenizer(), 256)
+    reader = PromptReader(ByteTokenizer(), 256, 2**31)
     with pytest.raises(RequestError) as raised:
         await reader.read(Generate(client_id="c", **fields))
     assert raised.value.param == param
@@ -79,7 +79,7 @@ async def test_what_is_no_prompt_names_its_field(fields: dict[str, Any], param: 
 @on_loop
 async def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     tokenizer = Gated()
-    reader = PromptReader(tokenizer, 256)
+    reader = PromptReader(tokenizer, 256, 2**31)
     long = asyncio.create_task(reader.read(text("x" * (prompt_reader.LONG_CHARS + 1))))
     await asyncio.to_thread(tokenizer.begun.wait)
     assert list(await reader.read(text("hi"))) == [104, 105]
@@ -94,7 +94,7 @@ async def test_too_much_waiting_text_is_refused_until_it_has_been_read(monkeypat
     """4,096 requests of 16 MiB each would be 64 GiB."""
     monkeypatch.setattr(prompt_reader, "WAITING_CHARS_MAX", prompt_reader.LONG_CHARS + 10)
     tokenizer = Gated()
-    reader = PromptReader(tokenizer, 256)
+    reader = PromptReader(tokenizer, 256, 2**31)
     long = asyncio.create_task(reader.read(text("x" * (prompt_reader.LONG_CHARS + 1))))
     await asyncio.to_thread(tokenizer.begun.wait)
     assert len(await reader.read(text("x" * 9))) == 9
@@ -129,3 +129,21 @@ def test_the_loop_goes_on_while_a_model_s_tokenizer_works(tmp_path: Any) -> None
     done.set()
     thread.join()
     assert during > 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "problem"),
+    [
+        (text("x" * 11), "prompt", "the prompt has 11 tokens"),
+        (Generate(client_id="c", messages=({"role": "user", "content": "x" * 5},)), "messages", "has 13 tokens"),
+        (Generate(client_id="c", tokens=pack_u32([7] * 11)), "prompt", "the prompt has 11 tokens"),
+    ],
+)
+@on_loop
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(asked: Generate, param: str, problem: str) -> None:
+    reader = PromptReader(ByteTokenizer(), 256, 10)
+    with pytest.raises(RequestError, match=problem) as raised:
+        await reader.read(asked)
+    assert (raised.value.param, raised.value.code) == (param, "context_length_exceeded")
+    assert "with one for the answer at most 11 fit (max_model_len)" in str(raised.value)
+    reader.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ from pdbus.nodes import events as ev
 from pdbus.nodes.decode import Requests
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.findings import Kind
-from pdbus.nodes.replay.tell import named
+from pdbus.nodes.replay.history import Lease
+from pdbus.nodes.replay.tell import named_block, named_lease
 from pdbus.nodes.replay.verify import verify
 
 from .recorded_node import RecordedNode
@@ -187,7 +189,7 @@ def test_histories_are_told(recorded: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_is_not_there_is_one_line(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify([recorded], request="ffff", lease=("", 3), block=("p", 1)) == 0
+    assert verify([recorded], request="ffff", lease=Lease("", 0, 3), block=("p", 1)) == 1
     assert capsys.readouterr().err.splitlines() == [
         "pd-replay: no lease 3 in these recordings",
         "pd-replay: --request ffff: no request begins so",
@@ -195,11 +197,45 @@ def test_what_is_not_there_is_one_line(recorded: Path, capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize("asked", [{"request": "ffff"}, {"lease": Lease("", 0, 3)}, {"block": ("p", 1)}])
+def test_each_that_is_not_there_is_a_failure(recorded: Path, asked: dict[str, Any]) -> None:
+    """A script must not take it for verified."""
+    assert verify([recorded], **asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("7", ("", 0, 7)),
+        ("prefill-1/7", ("prefill-1", 0, 7)),
+        ("prefill-1/2/7", ("prefill-1", 2, 7)),  # as `show` prints it
+        ("", None),
+    ],
+)
+def test_a_lease_is_named_as_tables_print_it(text: str, meant: tuple[str, int, int] | None) -> None:
+    assert named_lease(text) == meant
+
+
+@pytest.mark.parametrize("text", ["seven", "p/", "/7", "p//7", "p/one/7", "p/1/2/7", "p/-1"])
+def test_what_names_no_lease_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--lease: '{text}': give its generation, NODE/GENERATION or NODE/EPOCH/GENE"
+    ):
+        named_lease(text)
+
+
 @pytest.mark.parametrize(("text", "meant"), [("7", ("", 7)), ("prefill-1/7", ("prefill-1", 7)), ("", None)])
-def test_a_lease_is_named_by_node_and_number(text: str, meant: tuple[str, int] | None) -> None:
-    assert named("--lease", text) == meant
+def test_a_block_is_named_by_node_and_number(text: str, meant: tuple[str, int] | None) -> None:
+    assert named_block(text) == meant
 
 
-def test_a_lease_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--lease: 'seven': give its number, or NODE/NUMBER"):
-        named("--lease", "seven")
+def test_what_names_no_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--block: 'p/1/2': give its number, or NODE/NUMBER"):
+        named_block("p/1/2")
+
+
+def test_an_epoch_tells_leases_apart() -> None:
+    lease = Lease("p", 2, 7)
+    assert lease.is_meant("p", 2, 7)
+    assert not any(lease.is_meant(*other) for other in (("p", 1, 7), ("q", 2, 7), ("p", 2, 8)))
+    assert str(lease) == "7 of p in epoch 2"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.wire import pack_u32, unpack_u32
 from pdbus.connector.handoff import Holder
 from pdbus.connector.ipc import StepRow
@@ -316,3 +317,29 @@ def test_the_table_is_the_schedulers_after_a_preemption() -> None:
     again = bench.prompt(2, 6, known=7, reset=True)
     bench.step()
     assert bench.worker.table(2) == again.blocks != young.blocks
+
+
+# ---------------------------------------------------------------- several tokens of one step
+
+
+def test_a_row_may_have_sampled_several_tokens() -> None:
+    """As many as its last block has room for; the next step goes on behind them."""
+    bench = Bench()
+    bench.prompt(1, 5)
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert [(r.start, r.count) for r in plan.rows] == [(5, 1)]
+    (progress,) = bench.scheduler.end_step(2, sampled={1: 3})
+    assert (progress.computed, progress.sampled) == (8, 3)
+    assert [(r.start, r.count, r.sample) for r in bench.scheduler.plan().rows] == [(8, 1, True)]
+
+
+@pytest.mark.parametrize("sampled", [{1: 4}, {1: 0}, {7: 2}])
+def test_more_tokens_than_the_step_holds_blocks_for_change_nothing(sampled: dict[int, int]) -> None:
+    bench = Bench()
+    sequence = bench.prompt(1, 5)
+    bench.step()
+    bench.scheduler.plan()
+    with pytest.raises(LocalProtocolError, match="tokens of a step that holds blocks for"):
+        bench.scheduler.end_step(2, sampled=sampled)
+    assert bench.scheduler.busy and sequence.computed == 5

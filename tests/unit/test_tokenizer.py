@@ -138,9 +138,9 @@ def test_a_conversation_gets_its_special_tokens_once(hf: HFTokenizer) -> None:
     assert hf.decode(hf.chat([{"role": "user", "content": "hi"}], add_generation_prompt=False)) == "<|user|>hi\n"
 
 
-def test_text_parts_are_joined(hf: HFTokenizer) -> None:
+def test_text_parts_are_joined_by_line_breaks_as_over_http(hf: HFTokenizer) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    assert hf.chat([{"role": "user", "content": parts}]) == hf.chat([{"role": "user", "content": "hi"}])
+    assert hf.chat([{"role": "user", "content": parts}]) == hf.chat([{"role": "user", "content": "h\ni"}])
 
 
 def test_the_byte_conversation() -> None:

@@ -220,7 +220,7 @@ async def test_nobody_at_the_address_is_a_deadline_that_names_it() -> None:
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:7400", "http://127.0.0.1:7400", "tcp://:1"])
 def test_an_address_that_is_none_is_a_config_error(address: str) -> None:
-    with pytest.raises(ConfigError, match="address: must be like tcp://host:port"):
+    with pytest.raises(ConfigError, match=r"address: must be like tcp://host:port"):
         Client(address)
 
 
@@ -477,3 +477,33 @@ def test_plain_code_can_cancel_and_gets_errors_raised() -> None:
 
 def test_token_ids_travel_as_u32() -> None:
     assert list(unpack_u32(pack_u32([0, 4294967295]))) == [0, 4294967295]
+
+
+@pytest.mark.parametrize("client", [Client, SyncClient])
+@pytest.mark.parametrize("address", [None, 7400, b"tcp://127.0.0.1:7400", "", "127.0.0.1:7400"], ids=str)
+def test_what_is_no_address_is_said_so(client: Any, address: Any) -> None:
+    with pytest.raises(ConfigError, match=r"address: must be .*like tcp://host:port"):
+        client(address)
+
+
+@pytest.mark.parametrize("timeout_s", [None, "5", 0, -1, True, float("nan"), float("inf")], ids=str)
+def test_a_time_out_is_a_number_of_seconds(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout_s: must be a number of seconds above 0"):
+        SyncClient("tcp://127.0.0.1:7400", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("call", [Client.connect, Client.disconnect])
+@pytest.mark.parametrize("values", ["tcp://127.0.0.1:7400", None, [3]], ids=str)
+def test_one_text_is_no_list_of_texts(call: Any, values: Any) -> None:
+    @on_loop
+    async def scene() -> None:
+        with pytest.raises(RequestError, match=r"give a list of texts|3 is no text"):
+            await call(Client("tcp://127.0.0.1:7400"), values)
+
+    scene()
+
+
+def test_true_is_no_token_id() -> None:
+    with pytest.raises(RequestError, match="a list of token ids from 0 to 4294967295") as raised:
+        Client("tcp://127.0.0.1:7400").generate([1, True])
+    assert raised.value.param == "prompt"

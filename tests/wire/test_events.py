@@ -235,8 +235,8 @@ BAD_TOPICS: list[tuple[Any, str]] = [
     (["foo"], "fake publishes nothing on 'foo'; there are kv@fake, lease@fake, node@fake, request@fake"),
     (["request@other"], "fake publishes nothing on 'request@other'"),
     (["request@fake", "node.load"], "fake publishes nothing on 'node.load'"),
-    ("request", "give a list of topics, got 'request'"),
-    (None, "give a list of topics, got None"),
+    ("request", "give a list of texts, got 'request'"),
+    (None, "give a list of texts, got None"),
     ([3], "3 is no text"),
     ([], "give at least one"),
 ]

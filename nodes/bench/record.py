@@ -1,0 +1,127 @@
+"""`pd bench record`: the same requests through two pairs of nodes, one of which records, in turns in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from pdbus.bus.client import Client
+from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.node_process import descendants
+
+from .serve import random_prompts
+
+PROMPT_TOKENS, ANSWER_TOKENS = 256, 32
+AT_ONCE = 16
+REST_S = 0.5  # before each turn: neither shall start on a core that the other has just heated
+WARM_UP_REQUESTS = 32
+USER, SYSTEM = 11, 12  # of the fields after the name in /proc/PID/stat
+
+
+class Turn(NamedTuple):
+    """All requests of one turn."""
+
+    tokens_per_s: float
+    cpu_us: float  # of all processes of both nodes, for each token
+    requests_ms: list[float]
+    ttft_ms: list[float]
+
+
+def run(pairs: int = 10, requests: int = 200, step_ms: float = 0.0) -> dict[str, Any]:
+    """Turns of `requests` each, with the coded engine, whose steps take `step_ms`. `throughput_cost` is the median over
+    the pairs of turns of what recording takes from tokens a second, as a share; `cpu_cost` of what it adds to the
+    nodes' CPU time, which says more on a busy machine. Percentiles are over all requests."""
+    return asyncio.run(_run(pairs, requests, step_ms))
+
+
+async def _run(pairs: int, requests: int, step_ms: float) -> dict[str, Any]:
+    options: dict[str, str | int | float | bool] = {
+        "engine": "coded", "kv_blocks": 4096, "coded_step_ms": step_ms, "coded_vocab": 4096,
+    }  # fmt: skip
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        plain = await stack.enter_async_context(Cluster(1, 1, options=options))
+        recorded = await stack.enter_async_context(Cluster(1, 1, options={**options, "record": str(folder)}))
+        without = await stack.enter_async_context(Client(plain.decode[0].address))
+        with_ = await stack.enter_async_context(Client(recorded.decode[0].address))
+        sides = {without: plain, with_: recorded}
+        for client, cluster in sides.items():
+            await _turn(client, cluster, WARM_UP_REQUESTS, seed=-1)
+        turns: list[tuple[Turn, Turn]] = []
+        with Progress(transient=True) as bar:
+            for number in bar.track(range(pairs), description="pairs"):
+                first, second = (without, with_) if number % 2 == 0 else (with_, without)
+                early, late = [await _turn(side, sides[side], requests, number) for side in (first, second)]
+                turns.append((early, late) if first is without else (late, early))
+    return _summary(turns)
+
+
+async def _turn(client: Client, cluster: Cluster, requests: int, seed: int) -> Turn:
+    """`AT_ONCE` at a time; no prompt has a block in common with another."""
+    await asyncio.sleep(REST_S)
+    gate = asyncio.Semaphore(AT_ONCE)
+    timed: list[tuple[float, float, int]] = []
+
+    async def ask(prompt: Sequence[int]) -> None:
+        async with gate:
+            began, first = time.perf_counter(), 0.0
+            generation = client.generate(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            async for _ in generation:
+                first = first or time.perf_counter()
+            ended = time.perf_counter()
+        timed.append(((ended - began) * 1e3, (first - began) * 1e3, len(generation.tokens)))
+
+    began, cpu_s = time.perf_counter(), cpu_seconds(cluster)
+    await asyncio.gather(*map(ask, random_prompts(requests, PROMPT_TOKENS, seed)))
+    took_s = time.perf_counter() - began
+    tokens = sum(count for *_, count in timed)
+    cpu_us = (cpu_seconds(cluster) - cpu_s) / tokens * 1e6
+    return Turn(tokens / took_s, cpu_us, [t[0] for t in timed], [t[1] for t in timed])
+
+
+def cpu_seconds(cluster: Cluster) -> float:
+    """What all processes of the nodes have used so far."""
+    pids = [pid for node in cluster.nodes for pid in (node.pid, *descendants(node.pid))]
+    stats = (Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split() for pid in pids)
+    return sum(int(stat[USER]) + int(stat[SYSTEM]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _summary(turns: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
+    plain, recorded = [pair[0] for pair in turns], [pair[1] for pair in turns]
+    costs = sorted(1 - there.tokens_per_s / here.tokens_per_s for here, there in turns)
+    cpu_costs = sorted(there.cpu_us / here.cpu_us - 1 for here, there in turns)
+    return {
+        "pairs": len(turns),
+        "requests": sum(len(turn.requests_ms) for turn in recorded),
+        "tokens_per_s": median(turn.tokens_per_s for turn in plain),
+        "recorded_tokens_per_s": median(turn.tokens_per_s for turn in recorded),
+        "throughput_cost": median(costs),
+        "throughput_cost_least": costs[0],
+        "throughput_cost_most": costs[-1],
+        "cpu_us_per_token": median(turn.cpu_us for turn in plain),
+        "recorded_cpu_us_per_token": median(turn.cpu_us for turn in recorded),
+        "cpu_cost": median(cpu_costs),
+        "cpu_cost_least": cpu_costs[0],
+        "cpu_cost_most": cpu_costs[-1],
+        **_latencies("", plain),
+        **_latencies("recorded_", recorded),
+    }
+
+
+def _latencies(prefix: str, turns: Sequence[Turn]) -> dict[str, float]:
+    """Medians and 99th percentiles over all requests."""
+    found: dict[str, float] = {}
+    for name in ("requests_ms", "ttft_ms"):
+        values = [value for turn in turns for value in getattr(turn, name)]
+        found[f"{prefix}{name.removeprefix('requests_')}_p50"] = median(values)
+        found[f"{prefix}{name.removeprefix('requests_')}_p99"] = quantiles(values, n=100)[98]
+    return found
