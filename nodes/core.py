@@ -127,7 +127,7 @@ class NodeCore:
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
             self._plan(out)
-        busy = frozenset((*self.requests.fetching_from(), *self.prefills.readers()))
+        busy = self.requests.fetching_from().keys() | self.prefills.readers().keys()
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
         if cache := self.pool.take_events():
