@@ -131,7 +131,7 @@ class NodeCore:
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
         if cache := self.pool.take_events():
-            out.append(ev.Publish(topic="kv", event="blocks", data={"events": [to_plain(c) for c in cache]}))
+            out.append(ev.Publish(topic="kv", event="blocks", data={"events": to_plain(cache)}))
         if self.drain_until is not None and not self._drained and self._idle():
             self._say_goodbye(now, out)
 
