@@ -11,16 +11,21 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import zmq
 
 from pdbus import __version__
 
 from .client_recorder import ClientBegan, ClientRecorder
-from .endpoint import Endpoint, Received
+from .curve import call
+from .endpoint import FORBIDDEN, Endpoint, Received
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, RequestError
 from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, listed, sampling_of
+from .keyring import Keyring, client_keyring
 from .messages import (
     Cancel,
     Cancelled,
@@ -72,6 +77,8 @@ class Client:
     Raises ConfigError for what is no address, DeadlineExceeded or Broken naming the address when nobody answers there,
     and what the node's `error` answers stand for: RequestError, Overloaded and so on. A node that was restarted is
     greeted anew by the next call.
+    With `keys`, a folder made by `pd keys` or one NAME.key in it, it speaks only with who has the key that is said to
+    listen at `address`, and encrypted.
     With `record`, a folder, all that it sends and gets is recorded there for `pd-replay`; prompts and answers only with
     `record_tokens`.
     """
@@ -82,12 +89,14 @@ class Client:
         *,
         timeout_s: float = 5.0,
         credit: int = CREDIT_TOKENS,
+        keys: str | os.PathLike[str] | Keyring | None = None,
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
     ) -> None:
         self.address = _address(address)
         self.timeout_s = _seconds(timeout_s)
         self._credit = credit
+        self._keyring = client_keyring(keys) if keys else None
         self._record = Path(record) if record else None
         self._record_tokens = record_tokens
         self._recorder: ClientRecorder | None = None
@@ -244,14 +253,32 @@ class Client:
             began = ClientBegan(address=self.address, version=__version__, tokens=self._record_tokens)
             self._recorder = ClientRecorder(self._record, name, incarnation, began)
         tap = self._recorder.saw if self._recorder else None
-        return Endpoint(name, incarnation, self._on_message, on_link_lost=self._on_link_lost, tap=tap)
+        return Endpoint(
+            name, incarnation, self._on_message, on_link_lost=self._on_link_lost, keyring=self._keyring, tap=tap
+        )
 
     def _open(self) -> Endpoint:
         if self._endpoint is None:
             raise Closed("the client is not open: use it within `async with`")
         return self._endpoint
 
+    def securing(self, node: Node) -> Callable[[zmq.Socket[bytes]], None] | None:
+        """For Subscription: what makes a socket speak with that node alone; None without keys."""
+        if self._keyring is None:
+            return None
+        return partial(call, keyring=self._keyring, public=self._open().public_of(node.link))
+
     async def _greet(self) -> Node:
+        """With each key that its address may have, while one is being replaced."""
+        for _ in range(self._open().key_choices(self.address) - 1):
+            try:
+                return await self._greet_once()
+            except RequestError as e:
+                if e.code != FORBIDDEN:
+                    raise
+        return await self._greet_once()
+
+    async def _greet_once(self) -> Node:
         endpoint = self._open()
         link = endpoint.connect(self.address)
         try:

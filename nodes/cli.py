@@ -20,7 +20,8 @@ from pdbus.bus.ports import parse_address
 from .bench.cli import bench
 from .config import SETTINGS, load
 from .extras import EXTRAS, lacks
-from .options import AsJson, ConfigFile, group, takes_settings
+from .keys_cli import keys
+from .options import AsJson, ConfigFile, Keys, group, takes_settings
 from .replay.cli import replay
 
 EXIT_FAILED = 1
@@ -50,6 +51,7 @@ app = group("Prefill and decode of a language model on separate nodes, joined by
 node_app = group("One node.")
 app.add_typer(bench, name="bench")
 app.add_typer(replay, name="replay")
+app.add_typer(keys, name="keys")
 
 
 @node_app.command(no_args_is_help=False)
@@ -70,7 +72,7 @@ def node(*, config: ConfigFile = None, settings: dict[str, str]) -> None:
         raise chosen.as_written(e) from None
 
 
-DECIDED_BY_UP = ("role", "name", "listen", "advertise", "events", "join", "http_port", "insecure", "cpus")
+DECIDED_BY_UP = ("role", "name", "listen", "advertise", "events", "join", "http_port", "keys", "insecure", "cpus")
 
 
 @app.command()
@@ -101,11 +103,12 @@ def status(
     ] = False,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every second until Ctrl-C.")] = False,
+    keys: Keys = "",
 ) -> None:
     """Show a node: links, leases, blocks, requests."""
     from .status_view import show_status
 
-    raise typer.Exit(show_status(address, ledger=ledger, as_json=as_json, watch=watch))
+    raise typer.Exit(show_status(address, ledger=ledger, as_json=as_json, watch=watch, keys=keys))
 
 
 @app.command()
@@ -116,19 +119,21 @@ def connect(
     members: Annotated[
         list[str], typer.Argument(metavar="MEMBER...", help="Bus addresses that it is to join.", callback=_address)
     ],
+    *,
+    keys: Keys = "",
 ) -> None:
     """Make a node join others."""
     from .status_view import connect_nodes
 
-    raise typer.Exit(connect_nodes(node, members))
+    raise typer.Exit(connect_nodes(node, members, keys))
 
 
 @app.command()
-def drain(address: Address) -> None:
+def drain(address: Address, *, keys: Keys = "") -> None:
     """Stop a node from admitting requests; it ends when its leases have."""
     from .status_view import drain_node
 
-    raise typer.Exit(drain_node(address))
+    raise typer.Exit(drain_node(address, keys))
 
 
 @app.command()

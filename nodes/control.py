@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-import zmq
 
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import Broken, ConfigError
+from pdbus.bus.keyring import node_keyring
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
 from pdbus.bus.publisher import Publisher
@@ -40,6 +40,7 @@ from .children import HttpServer
 from .config import NodeConfig
 from .core import NodeCore
 from .intake import Intake
+from .key_watch import KeyWatch
 from .kv_checks import wrong_digest
 from .machine_config import core_config, membership_config
 from .rank_children import agents_of, movers, workers
@@ -99,11 +100,17 @@ class Control:
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watchers: list[Callable[[], None]] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
-        self.publisher = Publisher(config.name, self.incarnation, context=self._context)
+        keyring = node_keyring(config.keys, config.name, config.role) if config.keys else None
+        self.endpoint = Endpoint(
+            config.name, self.incarnation, self._on_message,
+            on_link_lost=self._on_link_lost, on_link_refused=self._on_link_lost, keyring=keyring,
+        )  # fmt: skip
+        self.publisher = Publisher(config.name, self.incarnation, context=self.endpoint.context, keyring=keyring)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
-        self._http = HttpServer(config, self.address) if config.http_port else None
+        self._keys = KeyWatch(self, keyring) if keyring is not None else None
+        self._http = (
+            HttpServer(config, self.address, keyring.own.public if keyring else "") if config.http_port else None
+        )
         of_core = core_config(config, setup, self.incarnation)
         of_membership = membership_config(
             config, setup, self.incarnation, address=self.address, http=self.http, events=self.events
@@ -148,6 +155,8 @@ class Control:
             log.info("%d ranks, a worker and a mover each", ranks)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
+        if self._keys is not None:
+            self._keys.start()
         keep_what_is_loaded()
         serving = self._loop.create_task(self.endpoint.serve())
         serving.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
@@ -157,12 +166,13 @@ class Control:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._keys is not None:
+            self._keys.stop()
         self.intake.farewell()
         await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
         self.publisher.close()
         self.endpoint.close(linger_ms=FLUSH_MS)
-        self._context.term()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -249,6 +259,8 @@ class Control:
     # ------------------------------------------------------------ the bus
 
     def _on_message(self, received: Received) -> None:
+        if self._keys is not None:
+            self._keys.check(received)
         if self.intake.takes(received):
             return
         message = received.message
@@ -261,8 +273,8 @@ class Control:
             check_first_tokens(message, self.setup)
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
 
-    def _on_link_lost(self, link: str) -> None:
-        self.post(ev.LinkLost(link=link))
+    def _on_link_lost(self, link: str, reason: str = "") -> None:
+        self.post(ev.LinkLost(link=link, reason=reason))
 
     def _send(self, e: ev.Send[Message]) -> None:
         raw = (pack_u32(self.intake.prompt(e.message.try_.request)),) if isinstance(e.message, PrefillRequest) else ()

@@ -430,7 +430,7 @@ class NodeCore:
         self._membership(ms.LinkFailed(address=event.address, problem=event.problem), now, out)
 
     def _link_lost(self, event: ev.LinkLost, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.LinkLost(link=event.link), now, out)
+        self._membership(ms.LinkLost(link=event.link, reason=event.reason), now, out)
 
     def _join(self, event: ev.JoinAsked, now: int, out: list[ev.NodeEffect]) -> None:
         self._membership(ms.JoinAsked(address=event.address), now, out)
