@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.bus.errors import PdError, RequestError
-from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.errors import RequestError
 from pdbus.bus.keys import Key
-from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.cluster import Cluster, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
 from tests.key_folders import key_folder
@@ -83,3 +83,96 @@ def test_who_has_no_key_hears_that_one_is_asked_for(keyed: Keyed) -> None:
                 pass
 
     keyed.runner.run(ask())
+
+
+def test_only_an_operator_drains_a_node(keyed: Keyed) -> None:
+    async def ask() -> None:
+        decode = keyed.cluster.decode[0]
+        async with keyed.client(decode) as client:
+            with pytest.raises(RequestError, match="it may not send connect"):
+                await client.connect(["tcp://127.0.0.1:9"])
+            await client.drain()  # has no answer
+            status = await client.status()
+            assert status["ready"]
+            assert status["metrics"]["bus_forbidden_total"] >= 2
+
+    keyed.runner.run(ask())
+
+
+def test_http_of_a_node_with_keys_answers(keyed: Keyed) -> None:
+    """Its process has the node's key, and what it asks for is the node's own will."""
+
+    async def ask() -> bool:
+        return await http_ok(f"{keyed.cluster.decode[0].http}/v1/models")
+
+    assert keyed.runner.run(ask())
+
+
+async def load(keyed: Keyed, node: NodeProcess, stop: asyncio.Event) -> list[tuple[list[int], bool]]:
+    """Fresh prompts one after the other: tokens and whether another node prefilled. The coded engine checks each."""
+    said = []
+    async with keyed.client(node) as client:
+        while not stop.is_set():
+            prompt = [len(said) % 200, *PROMPT]
+            got = await answer(client, prompt, max_tokens=4)
+            assert got.finished.reason == "length", got.finished
+            said.append((got.tokens, got.finished.timeline.remote))
+            await asyncio.sleep(0.02)
+    return said
+
+
+def test_a_key_is_replaced_under_load(keyed: Keyed) -> None:
+    """Both keys are allowed while the node starts again; requests go on meanwhile, and remotely again afterwards."""
+
+    async def replace() -> None:
+        decode, prefill = keyed.cluster.decode[0], keyed.cluster.prefill[0]
+        stop = asyncio.Event()
+        loading = asyncio.create_task(load(keyed, decode, stop))
+        (old,) = keyed.folder.allowed().named(prefill.name)
+        made = keyed.folder.make(prefill.name, replace=True)
+        keyed.folder.allow(Key(name=old.name, role=old.role, public=made.public, addresses=old.addresses))
+        prefill.signal(signal.SIGTERM)
+        assert await prefill.wait() == 0
+        await keyed.cluster.restart(prefill)
+        keyed.folder.revoke(old)
+        await keyed.until(lambda: _is(keyed, decode, prefill.name, "up"))
+
+        fresh = iter(range(200))
+
+        async def remote() -> bool:
+            async with keyed.client(decode) as client:
+                return (await answer(client, [next(fresh), 7, *PROMPT], max_tokens=2)).finished.timeline.remote
+
+        await keyed.until(remote)
+        stop.set()
+        said = await loading
+        assert said and len({len(tokens) for tokens, _ in said}) == 1
+
+    keyed.runner.run(replace())
+
+
+async def _is(keyed: Keyed, at: NodeProcess, name: str, state: str) -> bool:
+    return (await keyed.peers(at)).get(name) == state
+
+
+def test_a_revoked_decode_node_loses_its_links(keyed: Keyed, tmp_path: Path) -> None:
+    """Within a second or two, though its connection stands: and it still answers by itself."""
+
+    async def revoke() -> None:
+        prefill, decode = keyed.cluster.prefill[0], keyed.cluster.decode[1]
+        await keyed.until(lambda: _is(keyed, prefill, decode.name, "up"))
+        (key,) = keyed.folder.allowed().named(decode.name)
+        shutil.copytree(keyed.folder.path, tmp_path / "before")  # of a client that has not heard of it
+        keyed.folder.revoke(key)
+        await keyed.until(lambda: _is_not_up(keyed, prefill, decode.name))
+        async with keyed.client(prefill) as client:
+            assert (await client.ledger()).clean
+        async with Client(decode.address, keys=tmp_path / "before" / "client.key") as client:
+            said = await answer(client, [9, 9, *PROMPT], max_tokens=4)
+        assert said.finished.reason == "length" and not said.finished.timeline.remote
+
+    keyed.runner.run(revoke())
+
+
+async def _is_not_up(keyed: Keyed, at: NodeProcess, name: str) -> bool:
+    return (await keyed.peers(at)).get(name) not in ("up", "suspect")
