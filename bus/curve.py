@@ -72,8 +72,8 @@ def handshake_problem(event: int, value: int, address: str, keyring: Keyring | N
         return (
             f"{address} uses no keys: call it without" if keyring else f"{address} asks for a key: give a keys folder"
         )
-    if keyring is None:
-        return ""
+    if keyring is None or value == zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE:
+        return ""  # the latter after the handshake: someone on the way replays
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         return f"{address} does not allow the key of {keyring.own.name}: its public one is {keyring.own.public}"
     return f"the handshake with {address} failed: the key there is not the one in {keyring.folder.path / ALLOWED}"

@@ -68,7 +68,7 @@ class Counters:
     disconnects: int = 0  # of links that we opened
     forbidden: int = 0  # messages that their sender's key may not send, or that came under another's identity
     keys_refused: int = 0  # handshakes with a key that is not allowed
-    handshakes_failed: int = 0  # of others with us for any other reason, while keys are in use
+    handshakes_failed: int = 0  # with keys: no key or a wrong one of ours, or bytes that were replayed or changed
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
