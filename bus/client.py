@@ -26,6 +26,8 @@ from .messages import (
     DisconnectReply,
     Drain,
     Error,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Goodbye,
     Heartbeat,
@@ -190,6 +192,10 @@ class Client:
     async def ledger(self) -> LedgerReply:
         """Every block and lease accounted for."""
         return await self._ask(Ledger(), LedgerReply)
+
+    async def tokenizer(self, part: int = 0) -> FetchTokenizerReply:
+        """One part of what turns text into the node's tokens."""
+        return await self._ask(FetchTokenizer(part=part), FetchTokenizerReply)
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         """Ask the node to join these bus addresses: one outcome each. Waits as long as its handshakes may take."""

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .messages import Generate, Message, StatusReply, Token
+from .messages import FetchTokenizerReply, Generate, Message, StatusReply, Token
 from .recorder import Recorder
 from .wire import Declared, Header, replace
 
@@ -65,6 +65,8 @@ def without_tokens(message: Message) -> Message:
     match message:
         case Generate():
             return replace(message, text=None, messages=None, tokens=None)
+        case FetchTokenizerReply():
+            return replace(message, data=b"")
         case Token(tokens=tokens):
             return replace(message, tokens=bytes(len(tokens)), text="", logprobs=(), pieces=())
     return message

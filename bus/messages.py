@@ -251,6 +251,24 @@ class LedgerReply(Message):
     ledger: dict[str, Any]
 
 
+class FetchTokenizer(Message):
+    """Asks for what turns text into this node's tokens, one part after the other."""
+
+    KIND = "tokenizer"
+    part: int = 0
+
+
+class FetchTokenizerReply(Message):
+    """`tokenizer`: bytes, or hf for files of a Hugging Face folder; `digest` and `parts` are of all its data."""
+
+    KIND = "tokenizer.reply"
+    tokenizer: str
+    vocab_size: int
+    digest: bytes = b""  # xxh3_128
+    parts: int = 0
+    data: bytes = b""  # of the part: all parts, joined, are a msgpack map of file names and contents
+
+
 # ---------------------------------------------------------------- client to decode node and back
 
 
@@ -490,6 +508,7 @@ MESSAGES: dict[str, type[Message]] = {
     for m in (
         Hello, Welcome, Refused, Agent, Heartbeat, Goodbye, Drain, Error, StalePeer,
         Connect, ConnectReply, Disconnect, DisconnectReply, Status, StatusReply, Ledger, LedgerReply,
+        FetchTokenizer, FetchTokenizerReply,
         Generate, Token, Credit, Finished, Cancel, Cancelled,
         PrefillRequest, PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancel, PrefillCancelled,
         TransferDone, LeaseReleased, LeaseRenew, LeaseRenewed,

@@ -23,6 +23,8 @@ from pdbus.bus.messages import (
     DisconnectReply,
     Error,
     EventsSnapshot,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Generate,
     Ledger,
@@ -45,6 +47,7 @@ from .limits import check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
+from .tokenizer_files import tokenizer_part
 
 if TYPE_CHECKING:
     from .control import Control
@@ -78,6 +81,7 @@ class Intake:
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
             EventsSnapshot: self._snapshot,
+            FetchTokenizer: lambda r: self._answer_later(r, self._told_tokenizer(r)),
             Connect: self._connect,
             Disconnect: self._disconnect,
         }
@@ -322,6 +326,14 @@ class Intake:
                 "metrics": report.metrics(core, control.endpoint.counters.as_dict()),
             }
         )
+
+    async def _told_tokenizer(self, received: Received) -> FetchTokenizerReply | Error:
+        message, setup = received.message, self._control.setup
+        assert isinstance(message, FetchTokenizer)
+        try:
+            return await asyncio.to_thread(tokenizer_part, setup.folder, setup.vocab_size, message.part)
+        except PdError as e:
+            return error_of(e, kind=message.KIND)
 
     def _ledger(self) -> LedgerReply:
         clean, ledger = report.ledger(self._control.core)

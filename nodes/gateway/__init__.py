@@ -6,6 +6,8 @@ answering.py   one request: a node for it, and another one when that fails in ti
 waiting.py     requests that wait for room
 routing.py     which node: scores, pure
 choices.py     a choice as it is recorded
+prefixes.py    what nodes have cached of a prompt
+prefix_index.py  of one node: a set of hashes, pure
 fleet.py       the nodes, found and followed
 fleet_node.py  one of them
 endpoints.py   nodes named by host and port

@@ -16,6 +16,7 @@ from pdbus.bus.generation import Generation, Prompt
 from pdbus.bus.messages import Finished, Sampling, Token
 
 from .fleet_node import FleetNode
+from .prefixes import Read
 
 if TYPE_CHECKING:
     from .gateway import Gateway
@@ -57,6 +58,7 @@ class Routed:
         self._failed: dict[tuple[str, bytes], PdError] = {}  # by node's life
         self._full: dict[tuple[str, bytes], Overloaded] = {}  # since the last wait
         self._waited = False
+        self._read: Read | None = None
 
     async def __aenter__(self) -> Routed:
         return self
@@ -135,19 +137,22 @@ class Routed:
             left = [node for node in ready if node.life not in self._failed]
             free = [node for node in left if node.life not in self._full]
             if free:
-                self._ask(gateway.choose(self, free))
+                if self._read is None:
+                    self._read = await gateway.read(self.prompt)
+                    continue  # meanwhile the nodes may be others
+                self._ask(gateway.choose(self, self._read, free), self._read.length)
                 return
             if not left:
                 raise next(reversed(self._failed.values()))
             await self._wait()
         raise DeadlineExceeded("no node had taken the request within its deadline")
 
-    def _ask(self, node: FleetNode) -> None:
+    def _ask(self, node: FleetNode, prompt_tokens: int) -> None:
         self._node = node
         self._generation = node.client.generate(
             self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
         )
-        node.began(self._generation, 0)
+        node.began(self._generation, prompt_tokens)
         if self._waited:
             self._loop.call_later(PULL_S, self._pull, self._generation)
 

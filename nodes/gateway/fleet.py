@@ -26,14 +26,22 @@ log = logging.getLogger("pdbus.gateway")
 
 
 class Fleet:
-    """Use it within `async with`. `on_look` is called after every look at a node that can be asked."""
+    """Use it within `async with`. `on_look` is called after every look at a node that can be asked, `on_gone` when one
+    is not followed any more."""
 
-    def __init__(self, station: Station, joins: Iterable[str], on_look: Callable[[FleetNode], None]) -> None:
+    def __init__(
+        self,
+        station: Station,
+        joins: Iterable[str],
+        *,
+        on_look: Callable[[FleetNode], None],
+        on_gone: Callable[[FleetNode], None],
+    ) -> None:
         self._station = station
-        self._on_look = on_look
+        self._on_look, self._on_gone = on_look, on_gone
         self._joins = tuple(joins)
         self.nodes: dict[str, FleetNode] = {}  # by address
-        self._aliases: dict[str, str] = {}  # other addresses of nodes that are followed, by their own
+        self.aliases: dict[str, str] = {}  # other addresses of nodes that are followed, by their own
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._model = ""
         self._told: dict[str, bool] = {}  # by address, what the log says of a node
@@ -82,7 +90,7 @@ class Fleet:
     # ------------------------------------------------------------ one node
 
     def _follow(self, address: str, *, joined: bool) -> None:
-        if address in self.nodes or address in self._aliases or len(self.nodes) >= NODES_MAX:
+        if address in self.nodes or address in self.aliases or len(self.nodes) >= NODES_MAX:
             return
         node = FleetNode(address, self._station, joined=joined, unfit=self._unfit, on_change=self._tell)
         self.nodes[address] = node
@@ -105,17 +113,18 @@ class Fleet:
                     await node.news.wait()
             except TimeoutError:
                 pass
+        self._on_gone(node)
         node.close()
         self.nodes.pop(node.address)
         self._tasks.pop(node.address)
         self._told.pop(node.address, None)
-        self._aliases = {alias: own for alias, own in self._aliases.items() if own != node.address}
+        self.aliases = {alias: own for alias, own in self.aliases.items() if own != node.address}
 
     def _is_over(self, node: FleetNode) -> bool:
         """Found under another address too, or gone for long."""
         twin = next((n for n in self.nodes.values() if n is not node and n.life == node.life and n.name), None)
         if twin is not None and twin.ready and not (node.joined and not twin.joined):
-            self._aliases[node.address] = twin.address
+            self.aliases[node.address] = twin.address
             return True
         return not node.joined and asyncio.get_running_loop().time() - node.answered_s > FORGET_S
 

@@ -16,7 +16,8 @@ from .answering import Routed
 from .choices import Chose
 from .fleet import Fleet
 from .fleet_node import FleetNode
-from .routing import Ask, choose
+from .prefixes import Prefixes, Read
+from .routing import KNOWS_PREFIXES, Ask, choose
 from .waiting import Waiting
 
 QUEUE = 256  # requests that wait for room; one more is told when to come back
@@ -29,15 +30,20 @@ class Gateway:
         self.policy = policy
         self.counters: Counter[str] = Counter()
         self.waiting = Waiting(queue)
-        self.fleet = Fleet(station, joins, self._looked)
+        self.fleet = Fleet(station, joins, on_look=self._looked, on_gone=self._gone)
         self._watchers: list[Callable[[FleetNode], None]] = []
         self._station = station
+        self.prefixes = Prefixes() if policy in KNOWS_PREFIXES else None
+        if self.prefixes is not None:
+            self.looked_by(self.prefixes.looked)
 
     async def __aenter__(self) -> Gateway:
         await self.fleet.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.prefixes is not None:
+            self.prefixes.close()
         await self.fleet.__aexit__()
 
     def generate(self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool) -> Routed:
@@ -52,12 +58,17 @@ class Gateway:
             stream=stream,
         )
 
-    def choose(self, request: Routed, nodes: Sequence[FleetNode]) -> FleetNode:
+    async def read(self, prompt: Prompt) -> Read:
+        """The prompt's tokens, where the policy asks for them."""
+        return await self.prefixes.read(prompt) if self.prefixes is not None else Read()
+
+    def choose(self, request: Routed, read: Read, nodes: Sequence[FleetNode]) -> FleetNode:
         """One of these for the request's next try; recorded with what it was chosen from."""
         request.attempt += 1
         self.counters["choices"] += 1
-        ask = Ask(turn=self.counters["choices"])
-        views = tuple(node.view() for node in nodes)
+        ask = Ask(turn=self.counters["choices"], prompt_tokens=read.length)
+        matched = self.prefixes.matched(read, nodes) if self.prefixes is not None else [0] * len(nodes)
+        views = tuple(node.view(tokens) for node, tokens in zip(nodes, matched, strict=True))
         choice = choose(self.policy, ask, views)
         self._station.note(
             Chose(
@@ -75,6 +86,10 @@ class Gateway:
     def looked_by(self, watcher: Callable[[FleetNode], None]) -> None:
         """Call it after every look at a node that can be asked."""
         self._watchers.append(watcher)
+
+    def _gone(self, node: FleetNode) -> None:
+        if self.prefixes is not None:
+            self.prefixes.gone(node)
 
     def _looked(self, node: FleetNode) -> None:
         self.waiting.room()
