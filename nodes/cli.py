@@ -85,13 +85,18 @@ def up(
     http_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Of the first node; the next free ones after it.")
     ] = 8080,
+    gateway_port: Annotated[
+        int, typer.Option("--gateway", min=1, max=65535, metavar="PORT", help="A gateway before all, at this port.")
+    ] = 0,
     config: ConfigFile = None,
     settings: dict[str, str],
 ) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from .up import run_up
 
-    raise typer.Exit(run_up(prefill, decode, both, http_port=http_port, settings=settings, config=config))
+    raise typer.Exit(
+        run_up(prefill, decode, both, http_port=http_port, gateway_port=gateway_port, settings=settings, config=config)
+    )
 
 
 @app.command()
