@@ -111,10 +111,14 @@ class Gateway:
             "max_model_len": max(lengths, default=0),
             "ready": bool(ready),
             "not_ready": [] if ready else [str(self.fleet.none_ready())],
-            "nodes": [_row(node) for node in self.fleet.nodes.values()],
+            "nodes": [{**_row(node), **self._cached(node)} for node in self.fleet.nodes.values()],
             "peers": _prefill_peers(self.fleet.decode()),
             "metrics": self._metrics(len(ready)),
         }
+
+    def _cached(self, node: FleetNode) -> dict[str, int]:
+        """How many blocks in its cache are known here."""
+        return {"cached_blocks": len(self.prefixes.index(node))} if self.prefixes is not None else {}
 
     def _metrics(self, ready: int) -> dict[str, float]:
         return {

@@ -88,7 +88,8 @@ class Prefixes:
 
     def index(self, node: FleetNode) -> PrefixIndex:
         """What is known of a node's cache."""
-        return self._caches[node].index
+        cache = self._caches.get(node)
+        return cache.index if cache else PrefixIndex()
 
     def close(self) -> None:
         for cache in self._caches.values():
