@@ -236,12 +236,15 @@ class Client:
     async def _ask(self, message: Message, reply_type: type[M], timeout_s: float | None = None) -> M:
         node = await self.node()
         try:
-            return await self._open().endpoint.request(
+            reply = await self._open().endpoint.request(
                 node.link, message, reply_type, timeout_s or self.timeout_s, to=node.name, to_inc=node.incarnation
             )
         except DeadlineExceeded as e:
             self._forget_silent(node)
             raise DeadlineExceeded(f"{self.address}: {e}") from None
+        if node is self._node:
+            self._heard()
+        return reply
 
     # ------------------------------------------------------------ the connection
 
@@ -300,10 +303,7 @@ class Client:
             if isinstance(received.message, StalePeer) and node is not None and received.link == node.link:
                 self._drop_node(Broken(f"{node.name} at {self.address} was restarted"))
             return
-        self._heard_s = time.monotonic()
-        if self._cut:
-            self._cut = False
-            self._changed()
+        self._heard()
         match received.message:
             case Token(client_id=client_id) | Finished(client_id=client_id) | Cancelled(client_id=client_id):
                 self._on_answer(client_id, received.message)
@@ -342,6 +342,12 @@ class Client:
             self._changed()
         else:
             self._drop_node(Broken(f"the connection to {self.address} was cut"))
+
+    def _heard(self) -> None:
+        self._heard_s = time.monotonic()
+        if self._cut:
+            self._cut = False
+            self._changed()
 
     def _changed(self) -> None:
         if self._on_change is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TRIES_MAX = 3  # a request that breaks whoever takes it shall not break all
 LATE_S = 2.0  # after its deadline, for the node to say so
-PULL_S = 0.05  # a request that waited and was not refused within this has room: the next one may try
+PULL_S = 0.02  # a request that waited and was not refused within this has room: the next one may try
 RETRY_AFTER_MS = 1000  # where no node has said when to come back
 GOOD = ("stop", "length")
 

@@ -43,6 +43,7 @@ class Fleet:
         self.nodes: dict[str, FleetNode] = {}  # by address
         self.aliases: dict[str, str] = {}  # other addresses of nodes that are followed, by their own
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Future[list[None]] | None = None
         self._model = ""
         self._told: dict[str, bool] = {}  # by address, what the log says of a node
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of a mistake of ours
@@ -53,6 +54,8 @@ class Fleet:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -80,8 +83,9 @@ class Fleet:
 
     async def look(self) -> None:
         """Ask all at once how they are, since none seems ready: one may just have come."""
-        if self.nodes:
-            await asyncio.wait([asyncio.ensure_future(node.look()) for node in self.nodes.values()], timeout=POLL_S)
+        if self._looking is None or self._looking.done():  # once for all who ask meanwhile
+            self._looking = asyncio.gather(*(node.look() for node in self.nodes.values()))
+        await asyncio.wait((self._looking,), timeout=POLL_S)
 
     def none_ready(self) -> Broken:
         reasons = "; ".join(node.why for node in self.decode()) or "none is known"

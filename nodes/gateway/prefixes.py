@@ -21,19 +21,16 @@ from .fleet_node import FleetNode
 from .prefix_index import PrefixIndex
 
 RETRY_S = 1.0
+PREFIX_TOKENS_MAX = 65_536  # that are compared; hashing them takes 5 ms, in which nothing else is done
 
 log = logging.getLogger("pdbus.gateway")
 
 
 class Read(NamedTuple):
-    """A prompt as far as it is known: its tokens as u32, b'' where they are not."""
+    """A prompt as far as it is known: how many tokens it has, and the first of them as u32."""
 
+    length: int = 0
     tokens: bytes = b""
-
-    @property
-    def length(self) -> int:
-        """In tokens."""
-        return len(self.tokens) // 4
 
 
 class Prefixes:
@@ -64,12 +61,12 @@ class Prefixes:
         text = prompt if isinstance(prompt, str) else None
         messages = tuple(dict(item) for item in prompt if isinstance(item, Mapping)) if text is None else ()
         if text is None and not messages:
-            return Read(pack_u32(cast(Sequence[int], prompt)))
+            return _read(cast(Sequence[int], prompt))
         if self._reader is None:
             return Read()
         asked = Generate(client_id="", text=text, messages=messages or None)
         try:
-            return Read(pack_u32(await self._reader.read(asked)))
+            return _read(await self._reader.read(asked))
         except PdError:
             return Read()
 
@@ -143,3 +140,7 @@ class _Cache:
             except PdError:
                 self.index.clear()
             await asyncio.sleep(RETRY_S)
+
+
+def _read(tokens: Sequence[int]) -> Read:
+    return Read(len(tokens), pack_u32(tokens[:PREFIX_TOKENS_MAX]))
