@@ -150,7 +150,7 @@ class Fleet:
 
     def _tell(self, node: FleetNode) -> None:
         """Log what has become of it: once when it can be asked, once when no longer."""
-        if self._told.get(node.address) is node.ready:
+        if self._told.get(node.address) is node.ready or node.status.get("role", "decode") not in DECODE_ROLES:
             return
         self._told[node.address] = node.ready
         if node.ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -12,13 +13,15 @@ from typing import Any
 
 import httpx
 
+from pdbus.bus.client import Client
+from pdbus.bus.errors import PdError
 from pdbus.bus.ports import free_port
 from pdbus.nodes.cluster import PORTS_FROM, PORTS_TO, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
 from .faults import expected, until
 
-ENDS_S = 20.0
+TOLD = ("name", "requests", "reads", "leases", "ledger", "not_ready")
 
 
 class Gate:
@@ -37,6 +40,21 @@ class Gate:
         whole: dict[str, Any] = answer.json()
         assert whole["choices"][0]["token_ids"] == expected(prompt, tokens)
         return whole
+
+    async def told(self) -> str:
+        """Everything that it and its nodes say of themselves, for a test that has failed."""
+        try:
+            status = (await self.web.get("/pd/nodes", timeout=5)).text
+        except httpx.HTTPError as e:
+            return f"the gateway does not answer: {e!r}"
+        said = [status]
+        for node in json.loads(status)["nodes"]:
+            try:
+                async with asyncio.timeout(5), Client(node["address"]) as client:
+                    said.append(json.dumps({k: v for k, v in (await client.status()).items() if k in TOLD}))
+            except (PdError, TimeoutError) as e:
+                said.append(f"{node['name']}: {e!r}")
+        return "\n".join(said)
 
     async def nodes(self) -> dict[str, dict[str, Any]]:
         """By name, what it knows of its nodes."""
@@ -72,9 +90,15 @@ async def gateway_of(*options: str) -> AsyncIterator[Gate]:
 
         await until(serves)
         async with httpx.AsyncClient(
-            base_url=process.http, timeout=60, limits=httpx.Limits(max_connections=None)
+            base_url=process.http, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
         ) as web:
-            yield Gate(process, web)
+            gate = Gate(process, web)
+            try:
+                yield gate
+            except BaseException as e:
+                for line in (await gate.told(), *process.tail):
+                    e.add_note(line)
+                raise
         process.signal(signal.SIGTERM)
         assert await process.wait() == 0, list(process.tail)
     finally:
