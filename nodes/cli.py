@@ -86,8 +86,9 @@ def up(
         int, typer.Option(min=1, max=65535, help="Of the first node; the next free ones after it.")
     ] = 8080,
     gateway_port: Annotated[
-        int, typer.Option("--gateway", min=1, max=65535, metavar="PORT", help="A gateway before all, at this port.")
-    ] = 0,
+        int | None,
+        typer.Option("--gateway", min=1, max=65535, metavar="PORT", help="A gateway before all, at this port."),
+    ] = None,
     config: ConfigFile = None,
     settings: dict[str, str],
 ) -> None:

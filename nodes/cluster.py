@@ -53,7 +53,7 @@ class Cluster:
         config: Path | None = None,
         bus_port: int = 0,  # search from here; 0: somewhere out of the way
         http_port: int = 0,
-        gateway_port: int = 0,  # of a gateway in front of all; 0: none
+        gateway_port: int | None = None,  # of a gateway in front of all; None: no gateway
         on_line: OnLine | None = None,
         logs: Path | None = None,  # a folder: one file a node
         command: Sequence[str] = NODE_COMMAND,

@@ -43,7 +43,7 @@ def run_up(
     both: int,
     *,
     http_port: int,
-    gateway_port: int = 0,
+    gateway_port: int | None = None,
     settings: Mapping[str, str],
     config: Path | None,
 ) -> int:

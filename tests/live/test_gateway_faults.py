@@ -80,6 +80,7 @@ async def test_killed_before_the_first_token_another_node_answers(hurt: Site) ->
         assert not (await gate.nodes())[victim.name]["ready"]
 
 
+@pytest.mark.long
 @scenario
 async def test_killed_after_the_first_token_a_stream_ends_with_an_error(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:
@@ -94,6 +95,7 @@ async def test_killed_after_the_first_token_a_stream_ends_with_an_error(hurt: Si
         assert last["error"]["code"] == "unavailable", last
 
 
+@pytest.mark.long
 @scenario
 async def test_killed_in_the_middle_a_whole_answer_begins_again(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:
@@ -104,6 +106,7 @@ async def test_killed_in_the_middle_a_whole_answer_begins_again(hurt: Site) -> N
         await answer
 
 
+@pytest.mark.long
 @scenario
 async def test_all_decode_nodes_may_go_and_come_back(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:
@@ -119,6 +122,7 @@ async def test_all_decode_nodes_may_go_and_come_back(hurt: Site) -> None:
         await gate.right(prompt(10, 5))
 
 
+@pytest.mark.long
 @scenario
 async def test_a_drained_node_gets_nothing_more_and_no_request_is_lost(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:

@@ -56,6 +56,6 @@ async def follows_caches(gate: Gate, salt: int) -> None:
         await asyncio.gather(*(gate.right(prompt(2 * B, salt + 10 * i + k), 40) for k in range(4)))
 
     async def so() -> bool:
-        return all(node["cached_blocks"] for node in (await gate.nodes()).values())
+        return all(node["cached_blocks"] for node in (await gate.nodes()).values() if node["ready"])
 
     await until(so)
