@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 from pdbus.bus.client import Client
+from pdbus.bus.recording import read
+from pdbus.nodes import events as ev
 from pdbus.nodes.replay.cluster_run import ClusterRun
+from pdbus.nodes.replay.history import turns
 
 from .conftest import Live, answer, live_cluster
 from .faults import OPTIONS, SLOW_PREFILL, TCP, Site, ask, ask_remotely, pids_of, site_of, until_status
@@ -145,8 +149,11 @@ def test_a_preemption_between_two_chunks(tmp_path: Path) -> None:
 
         lone.run(crowd())
         lone.check_clean()
-    run = ClusterRun([tmp_path])
-    assert run.failures == []
+    assert ClusterRun([tmp_path]).failures == []
+    (recording,) = tmp_path.glob("pb-*")
+    steps = [effect for turn in turns(read(recording)) for effect in turn.effects if isinstance(effect, ev.RunStep)]
+    begun = Counter(row.seq for step in steps for row in step.rows if row.reset)
+    assert max(begun.values()) > 1, "nobody was preempted"
 
 
 @pytest.fixture(scope="module")

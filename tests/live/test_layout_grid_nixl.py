@@ -100,7 +100,5 @@ def carry(request: pytest.FixtureRequest) -> Iterator[Carrier]:
 @pytest.mark.parametrize("staging", ["plain", "staged"])
 @pytest.mark.parametrize("scratch", [0, SCRATCH])
 def test_cells_hand_over_the_code_through_nixl(carry: Carrier, scratch: int, staging: str) -> None:
-    cells = spread(CELLS)
-    assert outcomes(cells, getattr(carry, staging), (scratch,)) == {
-        cell: "refused" for cell in cells if not can_be(cell)
-    }
+    cells, through = spread(CELLS), {"plain": carry.plain, "staged": carry.staged}[staging]
+    assert outcomes(cells, through, (scratch,)) == {cell: "refused" for cell in cells if not can_be(cell)}

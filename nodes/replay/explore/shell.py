@@ -2,8 +2,8 @@
 
 Its memory is abstract: the content of a block says which token of which prompt it is, so that a step that computes on
 anything else is seen. A block that is free and not cached may be overwritten at any time, so its content counts as
-lost at once. Blocks are one token long, and every chunk is one block. A staged node has two memories, and a copy between
-them takes place at the last moment.
+lost at once. Blocks are one token long, and every chunk is one block. A staged node has two memories, and copies
+between them take place at the last moment.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CREDIT = 1024
 TOMBSTONE_NS = HandoffConfig().tombstone_ns
 HELD = -1
 REQUEST_NS = 300_000_000_000
+TAKEN = (State.RUNNING, State.STAGING)  # its KV counts as valid
 TICKS_MAX = 4  # in a row that leave a deadline in the past: more is spinning
 
 
@@ -236,7 +237,8 @@ class Shell:
         return (
             self.name, self.life, self.worker_up, self.mover_up, self.stopping, self.starts_worker, self.starts_mover,
             self.mover_epoch, self.step, Keys(self.now).of(self.tables), frozenset(self.prompts.items()),
-            frozenset(self.memory.items()), frozenset(self.device.items()), tuple(self.copies), Keys(self.now).of(self.answers), self.open, tuple(self._closing),
+            frozenset(self.memory.items()), frozenset(self.device.items()), tuple(self.copies),
+            Keys(self.now).of(self.answers), self.open, tuple(self._closing),
             frozenset((key, self.now - at if at != HELD else HELD) for key, at in self._remembered().items()),
             Keys(self.now).of(self.core),
         )  # fmt: skip
@@ -288,7 +290,7 @@ class Shell:
     def _check_fetched(self, event: ev.NodeEvent, request: bytes, effects: list[ev.NodeEffect]) -> None:
         """KV is taken as valid on the prefill node's word alone, and is then the right KV."""
         r = self.core.requests.get(request)
-        if r is None or r.state not in (State.RUNNING, State.STAGING) or any(_is_failure(effect, request) for effect in effects):
+        if r is None or r.state not in TAKEN or any(_is_failure(effect, request) for effect in effects):
             return
         message: Any = event.message if isinstance(event, ev.MessageCame) else None
         said = isinstance(message, LeaseReleased) and message.valid
