@@ -291,8 +291,8 @@ class Control:
                 self._step_done(message)
             case ipc.KvDigested():
                 self._digested(message)
-            case ipc.Copied():
-                self._copied(message)
+            case ipc.Copied(copy=copy, bytes=size, copy_ns=copy_ns, in_step=in_step):
+                self.post(ev.CopyEnded(copy=copy, bytes=size, copy_ns=copy_ns, in_step=in_step))
             case ipc.WorkerAlive():
                 self.intake.probed("worker", message.probe)
             case ipc.WorkerFailed() if self.core.worker_up:
@@ -354,12 +354,6 @@ class Control:
         self.worker.send(
             ipc.DigestKv(check=self._checks, blocks=pack_u32(e.blocks), begin=e.begin, end=e.end, size=e.size)
         )
-
-    def _start_copy(self, e: ev.StartCopy) -> None:
-        self.worker.send(ipc.Copy(copy=e.copy, way=e.way, blocks=pack_u32(e.blocks)))
-
-    def _copied(self, c: ipc.Copied) -> None:
-        self.post(ev.CopyEnded(copy=c.copy, bytes=c.bytes, copy_ns=c.copy_ns, in_step=c.in_step))
 
     def _digested(self, message: ipc.KvDigested) -> None:
         e = self._checking.pop(message.check)
@@ -495,7 +489,7 @@ _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.RemovePeer: Control._remove_peer,
     ev.StartRead: Control._start_read,
     ev.CheckKv: Control._check_kv,
-    ev.StartCopy: Control._start_copy,
+    ev.StartCopy: lambda c, e: c.worker.send(ipc.Copy(copy=e.copy, way=e.way, blocks=pack_u32(e.blocks))),
     ev.AdvertiseLeases: Control._advertise,
     ev.RestartMover: Control._restart_mover,
     ev.RestartWorker: Control._restart_worker,

@@ -1,10 +1,9 @@
 """A device as staging sees it: memory that NIXL cannot address, and copies between it and host memory.
 
-Copies are asynchronous: `copy` begins one and returns, and what it returns proves nothing. An event tells when a queue
-has come to some place; on some devices `wait` makes another queue wait and not the caller, on others `query` was
-answered before the bytes were there. So only `fence` is trusted: a barrier over the whole device, after which every
-step computed and every copy begun before has taken place. What is announced to a reader, or computed upon, comes
-after a fence.
+Copies are asynchronous: `copy` begins one and returns, and what it returns proves nothing. An event tells how far a queue
+of the device has come: its `wait` may make another queue wait and not the caller, its `query` may be early. So only
+`fence` is trusted, which keeps the caller until every copy begun before has taken place (`synchronize` of the stream
+that copies, where PyTorch drives the device). What is announced to a reader, or computed upon, comes after a fence.
 
 `FakeDevice` is a device on which everything that could go wrong does: copies take place late, in a thread of its own,
 over garbage, and its events lie.
@@ -49,11 +48,11 @@ class Device(Protocol):
         ...
 
     def copy(self, source: Bytes, target: Bytes) -> Event:
-        """Begin to copy, after the copies begun before."""
+        """Begin to copy. It takes place after the steps and copies begun before, and beside the steps begun later."""
         ...
 
     def fence(self) -> None:
-        """Wait until all that was begun has taken place, steps and copies."""
+        """Wait until every copy begun before has taken place."""
         ...
 
 
