@@ -1,9 +1,9 @@
 """A device as staging sees it: memory that NIXL cannot address, and copies between it and host memory.
 
-Copies are asynchronous: `copy` begins one and returns, and what it returns proves nothing. An event tells how far a queue
-of the device has come: its `wait` may make another queue wait and not the caller, its `query` may be early. So only
-`fence` is trusted, which keeps the caller until every copy begun before has taken place (`synchronize` of the stream
-that copies, where PyTorch drives the device). What is announced to a reader, or computed upon, comes after a fence.
+Copies are asynchronous: `copy` begins one and returns, and what it returns proves nothing. An event tells how far a
+queue of the device has come: its `wait` may make another queue wait and not the caller, its `query` may be early. So
+only `fence` is trusted, which keeps the caller until every copy begun before has taken place (`synchronize` of the
+stream that copies, where PyTorch drives the device). What is announced to a reader, or computed upon, comes after one.
 
 `FakeDevice` is a device on which everything that could go wrong does: copies take place late, in a thread of its own,
 over garbage, and its events lie.
