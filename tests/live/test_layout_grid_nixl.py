@@ -55,7 +55,7 @@ class Carrier:
             owner.memory[: len(there)] = bytes([GARBAGE]) * len(there)
             self.copy(view_of(there, layout), view_of(owner.memory, layout), it.source)
         ended = self.read(it, mirror)
-        brought = it.table[it.begin // it.target.block_size :]
+        brought = it.table[it.begin // it.target.block_size :] if it.begin < it.end else ()
         self.copy(view_of(mirror, it.target), view_of(it.region, it.target), brought)
         return ended
 
