@@ -33,7 +33,9 @@ FAKE: dict[str, Any] = {"device": "fake", "kv_buffer_device": "cpu"}
 WHERE = {"prefill": ("prefill",), "decode": ("decode",), "both": ("prefill", "decode")}
 
 
-@pytest.fixture(scope="module", params=[*WHERE])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(p, marks=pytest.mark.long) for p in ("prefill", "decode")), "both"]
+)
 def staged_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """1P + 1D, of which these are staged, and an oracle that is not. In the end what they decided is run again."""
     folder = tmp_path_factory.mktemp("staged")
@@ -95,7 +97,8 @@ def test_copies_go_on_beside_steps() -> None:
 # ---------------------------------------------------------------- same tokens
 
 
-@pytest.mark.parametrize("device", ["fake", pytest.param("cpu", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["fake", "cpu"])
 def test_the_tokens_of_a_real_model_are_bitwise_those_of_one_node(tiny_llama: Path, device: str) -> None:
     """With other blocks and orders on each node."""
     options = {"model": str(tiny_llama), "deterministic": True, "kv_blocks": 256, "prefill_chunk": 64}

@@ -40,7 +40,7 @@ def test_any_one_fault() -> None:
 
 def test_random_runs() -> None:
     cluster = Cluster(CROWD)
-    for seed in range(20):
+    for seed in range(8):
         found = walk(cluster, seed, 600)
         assert found is None, f"seed {seed}: {told(cluster, found)}"
 
@@ -106,10 +106,13 @@ FOUND_IN: dict[Bug, Scenario] = {
     a_block_in_copy_is_given_away: TWO_CHUNKS,
     copies_survive_their_worker: WORKERS_DIE,
 }
+LONG = (copies_survive_their_worker,)
 SHOWN_LATER = (a_block_in_copy_is_given_away, copies_survive_their_worker)  # by what a copier does, or does not, next
 
 
-@pytest.mark.parametrize("bug", FOUND_IN, ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(b, marks=[pytest.mark.long] if b in LONG else [], id=b.__name__) for b in FOUND_IN]
+)
 def test_a_bug_is_found_and_its_recording_gives_it_away(
     bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
