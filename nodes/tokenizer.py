@@ -318,11 +318,21 @@ def _eos_ids(folder: Path, settings: dict[str, Any], id_of: Callable[[str], int 
 def _template(folder: Path, settings: dict[str, Any]) -> Callable[..., str] | None:
     """The chat template as a function of its variables; None when the model has none. Raises ConfigError."""
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("--model", f"{path} cannot be read: {e}") from None
     if isinstance(source, list):
-        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        if "default" not in named:
+            raise ConfigError(
+                "--model", f"of its chat templates, no template is named default: {', '.join(map(str, named))}"
+            )
+        source = named["default"]
     if not source:
         return None
+    if not isinstance(source, str):
+        raise ConfigError("--model", f"its chat_template must be text, not {type(source).__name__}")
     try:
         from .chat_template import compile_template
     except ImportError:

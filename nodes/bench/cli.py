@@ -23,7 +23,7 @@ def transfer(
     repeat: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Reads of each size.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Reads between two processes, beside one raw NIXL read and memcpy of the same bytes."""
+    """Reads between two processes, beside raw NIXL and a copy of the same bytes: idle, over TCP, on busy cores."""
     from ..values import size
 
     try:
