@@ -62,6 +62,7 @@ class NodeConfig(Declared):
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     kv_layout: str  # native, NHD, HND
+    kv_buffer_device: str  # device, cpu
     block_size: int  # tokens
     kv_blocks: int  # 0: as many as kv_memory_bytes hold
     kv_memory_bytes: int
@@ -174,7 +175,7 @@ def _events(c: Chosen, host: Host) -> str:
 
 
 def _is_cpu(c: Chosen) -> bool:
-    return bool(c["device"] == "cpu")
+    return c["device"] in ("cpu", "fake")
 
 
 _ADVERTISED = "tcp://HOST:PORT"
@@ -206,8 +207,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", "Model", "MODEL", str, _model,
             f"A Hugging Face folder, a GGUF file, or {DEMO_MODEL}."),
     Setting("model_id", "Model", "ID", str, "", "Names the weights instead of their fingerprint."),
-    Setting("device", "Model", "DEVICE", values.text(r"cpu|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N or xpu:N"),
-            "cpu", "cpu, cuda, xpu, or one of several: cuda:1."),
+    Setting("device", "Model", "DEVICE",
+            values.text(r"cpu|fake|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N, xpu:N or fake"), "cpu",
+            "cpu, cuda, xpu, or one of several: cuda:1. fake: one that tries host staging."),
     Setting("tp", "Model", "N", values.whole(1, 128), 1,
             "Ranks of tensor parallelism: a worker and a mover for each."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
@@ -224,6 +226,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Prefill without sampler and output head; the decode node recomputes the last position."),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
+    Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"), "device",
+            "Where NIXL reads and writes KV. device: where it is computed; cpu: in a mirror in host memory, as large."),
     Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
             "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
     Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
@@ -381,6 +385,7 @@ def _check(c: Chosen, given: _Given, host: Host) -> None:
     """What no setting can be judged by alone."""
     _check_bus(c, given)
     _check_http(c, given)
+    _check_device(c, given)
     _check_model(c, given)
     _check_sizes(c, given)
     _check_timers(c, given)
@@ -421,6 +426,11 @@ def _check_http(c: Chosen, given: _Given) -> None:
         raise given.error(f"port {port} is the bus's: give another one", "http_port")
 
 
+def _check_device(c: Chosen, given: _Given) -> None:
+    if c["device"] == "fake" and c["kv_buffer_device"] == "device":
+        raise given.error("NIXL cannot address the memory of fake: give --kv-buffer-device cpu", "device")
+
+
 def _check_model(c: Chosen, given: _Given) -> None:
     if c["engine"] == "coded":
         return
@@ -430,7 +440,7 @@ def _check_model(c: Chosen, given: _Given) -> None:
         raise given.error(f"is needed: {wanted}", "model")
     if model != DEMO_MODEL and not os.path.exists(model):
         raise given.error(f"there is no {model}; {wanted}", "model")
-    if c["weights"] == "fp16" and (c["device"], c["dtype"]) != ("cpu", "float32"):
+    if c["weights"] == "fp16" and not (_is_cpu(c) and c["dtype"] == "float32"):
         raise given.error("fp16 needs --device cpu and --dtype float32, whose products it is for", "weights")
 
 
