@@ -78,7 +78,8 @@ class KVLayout(Declared):
 
 
 class Sampling(Declared):
-    """How the next token is chosen, and when to stop. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How the next token is chosen, and when to stop. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
+    off. Penalties count tokens of the answer, `repetition_penalty` (1: off) those of the prompt, too."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -90,6 +91,11 @@ class Sampling(Declared):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token, 0 to 20; None: no logprobs at all
+    min_p: float = 0.0  # the share of the likeliest token's probability that a token must have
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
 
 
 class TokenLogprob(Declared):

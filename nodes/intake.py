@@ -43,7 +43,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
-from .limits import check_deadline, check_sampling, check_stop_ids, too_long
+from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
@@ -185,6 +185,7 @@ class Intake:
             )  # fmt: skip
         check_sampling(s)
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
+        check_bias(s.logit_bias, setup.vocab_size)
         check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
