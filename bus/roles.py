@@ -21,6 +21,8 @@ from .messages import (
     Error,
     EventsSnapshot,
     EventsSnapshotReply,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Generate,
     Goodbye,
@@ -56,11 +58,12 @@ def _kinds(*kinds: type[Message]) -> Kinds:
 
 
 WATCH = _kinds(Hello, Heartbeat, Goodbye, Error, Status, Ledger, EventsSnapshot)
-ASK = WATCH | _kinds(Generate, Cancel, Credit)
+ASK = WATCH | _kinds(Generate, Cancel, Credit, FetchTokenizer)
 OPERATE = ASK | _kinds(Connect, Disconnect, Drain)
 MEMBER = _kinds(Hello, Welcome, Refused, Agent, Heartbeat, Goodbye, Drain, Error, StalePeer)
 ANSWER = _kinds(
-    Token, Finished, Cancelled, StatusReply, LedgerReply, ConnectReply, DisconnectReply, EventsSnapshotReply
+    Token, Finished, Cancelled, StatusReply, LedgerReply, ConnectReply, DisconnectReply, EventsSnapshotReply,
+    FetchTokenizerReply
 )
 READ = _kinds(PrefillRequest, PrefillCancel, TransferDone, LeaseRenew)
 OWN = _kinds(
