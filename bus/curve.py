@@ -13,6 +13,7 @@ import zmq
 from .key_folder import ALLOWED
 from .keyring import Keyring
 from .pump import Pump
+from .wire import FRAME_BYTES_MAX
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"pdbus"
@@ -28,7 +29,7 @@ def serve(socket: zmq.Socket[bytes], keyring: Keyring) -> None:
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, keyring.own.secret)
     socket.set(zmq.ZAP_DOMAIN, DOMAIN)
-    _make_room(socket)
+    socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + OVERHEAD_BYTES)
 
 
 def call(socket: zmq.Socket[bytes], keyring: Keyring, public: str) -> None:
@@ -36,11 +37,7 @@ def call(socket: zmq.Socket[bytes], keyring: Keyring, public: str) -> None:
     socket.set(zmq.CURVE_SERVERKEY, bytes.fromhex(public))
     socket.set(zmq.CURVE_PUBLICKEY, bytes.fromhex(keyring.own.public))
     socket.set(zmq.CURVE_SECRETKEY, keyring.own.secret)
-    _make_room(socket)
-
-
-def _make_room(socket: zmq.Socket[bytes]) -> None:
-    socket.set(zmq.MAXMSGSIZE, int(socket.get(zmq.MAXMSGSIZE)) + OVERHEAD_BYTES)
+    socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + OVERHEAD_BYTES)
 
 
 class Doorkeeper:
@@ -68,12 +65,11 @@ class Doorkeeper:
 
 def handshake_problem(event: int, value: int, address: str, keyring: Keyring | None) -> str:
     """What a failed handshake of ours means; '' where it may have been a cut connection."""
-    if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return (
-            f"{address} uses no keys: call it without" if keyring else f"{address} asks for a key: give a keys folder"
-        )
-    if keyring is None or value == zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE:
-        return ""  # the latter after the handshake: someone on the way replays
+    if keyring is None:
+        mismatch = (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+        return f"{address} asks for a key: give a folder of keys (--keys)" if (event, value) == mismatch else ""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         return f"{address} does not allow the key of {keyring.own.name}: its public one is {keyring.own.public}"
-    return f"the handshake with {address} failed: the key there is not the one in {keyring.folder.path / ALLOWED}"
+    return (
+        f"the handshake with {address} failed: it has no key, or not the one that {keyring.folder.path / ALLOWED} says"
+    )

@@ -407,7 +407,8 @@ class Endpoint:
             return
         said = parse_monitor_message(frames)
         event, value = said["event"], said["value"]
-        if event == zmq.Event.DISCONNECTED:
+        if event == zmq.Event.DISCONNECTED or value == zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE:
+            # the latter after the handshake: someone on the way replays, and ZeroMQ hears nothing more there
             self.counters.disconnects += 1
             self._lost(link)
         elif problem := handshake_problem(event, value, self._links[link].address, self.keyring):

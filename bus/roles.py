@@ -62,8 +62,15 @@ ASK = WATCH | _kinds(Generate, Cancel, Credit, FetchTokenizer)
 OPERATE = ASK | _kinds(Connect, Disconnect, Drain)
 MEMBER = _kinds(Hello, Welcome, Refused, Agent, Heartbeat, Goodbye, Drain, Error, StalePeer)
 ANSWER = _kinds(
-    Token, Finished, Cancelled, StatusReply, LedgerReply, ConnectReply, DisconnectReply, EventsSnapshotReply,
-    FetchTokenizerReply
+    Token,
+    Finished,
+    Cancelled,
+    StatusReply,
+    LedgerReply,
+    ConnectReply,
+    DisconnectReply,
+    EventsSnapshotReply,
+    FetchTokenizerReply,
 )
 READ = _kinds(PrefillRequest, PrefillCancel, TransferDone, LeaseRenew)
 OWN = _kinds(

@@ -23,7 +23,7 @@ def keyring(folder: KeyFolder, name: str) -> Keyring:
     return Keyring(folder, folder.own(name))
 
 
-def listens(folder: KeyFolder, name: str, address: str) -> None:
+def listens(folder: KeyFolder, name: str, *addresses: str) -> None:
     """Says on the allow-list where the newest key of that name listens."""
     key = folder.allowed().named(name)[-1]
-    folder.allow(Key(name=name, role=key.role, public=key.public, addresses=(address,)))
+    folder.allow(Key(name=name, role=key.role, public=key.public, addresses=addresses))

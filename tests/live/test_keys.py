@@ -16,9 +16,8 @@ from pdbus.bus.keys import Key
 from pdbus.nodes.cluster import Cluster, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
-from tests.key_folders import key_folder
-
 from .conftest import answer
+from tests.key_folders import key_folder
 
 pytestmark = pytest.mark.live
 
@@ -46,7 +45,7 @@ class Keyed:
 
     async def until(self, true: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not await true():
+            while not await true():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
 
