@@ -11,11 +11,12 @@ from .errors import ConfigError
 from .key_folder import SUFFIX, KeyFolder, OwnKey, Stamp
 from .keys import AllowList, Key
 from .messages import Message
-from .roles import RUNS, refusal
+from .roles import LOOKED_INTO, RUNS, refusal
 from .wire import Header
 
 SAY_AGAIN_S = 10.0  # one line a key and reason in this time: a refused peer repeats itself
 SAID_MAX = 1024
+GRANTED_MAX = 4096  # pairs of a key and a name
 PUBLIC_SHOWN = 12  # digits, enough to find it on the allow-list
 
 log = logging.getLogger("pdbus.keys")
@@ -31,12 +32,14 @@ class Keyring:
         self._node = node
         self.allowed: AllowList
         self._stamp: Stamp
+        self._granted: dict[tuple[str, str], set[type[Message]]] = {}  # by key and name: what was found to be allowed
         self._said: dict[tuple[str, str], float] = {}
         self._read()
 
     def _read(self) -> None:
         self._stamp = self.folder.stamp()
         self.allowed = self.folder.allowed()
+        self._granted = {}
 
     def reload(self) -> tuple[Key, ...]:
         """Read the allow-list again if it has changed. Returns the keys that no longer stand on it, or say something
@@ -71,6 +74,20 @@ class Keyring:
 
     def refusal(self, public: str, header: Header, message: Message) -> str:
         """Why this message of whom has that key is not heard; '' when it is."""
+        if type(message) in self._granted.get((public, header.from_), ()):
+            return ""
+        problem = self._refusal(public, header, message)
+        if not problem and type(message) not in LOOKED_INTO:
+            self._grant(public, header.from_, type(message))
+        return problem
+
+    def _grant(self, public: str, name: str, kind: type[Message]) -> None:
+        """Until the list changes."""
+        while len(self._granted) >= GRANTED_MAX:
+            del self._granted[next(iter(self._granted))]
+        self._granted.setdefault((public, name), set()).add(kind)
+
+    def _refusal(self, public: str, header: Header, message: Message) -> str:
         key = self.allowed.get(public)
         if key is None:
             return "this key is not allowed here"

@@ -91,6 +91,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "both": ("both", "prefill", "decode"),
 }  # what a node with a key of this role may be
 
+LOOKED_INTO = _kinds(Hello, PrefillRequest)  # where it depends on what the message says
+
 ROLES = tuple(MAY_SEND)
 NODE_ROLES = tuple(RUNS)
 

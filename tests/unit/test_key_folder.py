@@ -90,7 +90,7 @@ def test_a_node_needs_a_key_of_its_name_and_role_that_is_allowed(tmp_path: Path)
     with pytest.raises(ConfigError, match="the key of p1 is prefill: it cannot run a decode node"):
         node_keyring(str(folder.path), "p1", "decode")
     folder.revoke(*folder.allowed().named("p1"))
-    with pytest.raises(ConfigError, match="the key of p1 does not stand in .*allowed"):
+    with pytest.raises(ConfigError, match=r"the key of p1 does not stand in .*allowed"):
         node_keyring(str(folder.path), "p1", "prefill")
 
 
