@@ -76,6 +76,11 @@ class HandoffConfig(Declared):
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
     digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
 
+    @property
+    def attempt_ns(self) -> int:
+        """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
+        return self.answer_ns + self.read_floor_ns + self.claim_ns * (1 + self.claim_repeats)
+
 
 # ---------------------------------------------------------------- P: what Offers hears
 

@@ -227,11 +227,13 @@ class Requests:
 
     # ------------------------------------------------------------ the hand-off's word
 
-    def fetched(self, request: bytes, now: int) -> None:
-        """Valid: all of the prompt's KV is here. Without a first token its last position is computed again."""
+    def fetched(self, request: bytes, now: int) -> str:
+        """Valid: all of the prompt's KV is here. Without a first token its last position is computed again. Returns who
+        prefilled."""
         r = self._requests[request]
         r.marks.confirmed = now
         self._run(r, r.prompt_tokens)
+        return r.node
 
     def attempt_failed(self, failed: AttemptFailed) -> None:
         """Back to waiting, for other blocks: the old ones may still be written to by reads in flight."""

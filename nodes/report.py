@@ -7,6 +7,7 @@ from typing import Any
 from pdbus.bus import members as ms
 from pdbus.bus.messages import Outcome
 
+from .circuits import CircuitState
 from .core import NodeCore
 from .decode import Request
 from .peers import LOADING
@@ -78,6 +79,7 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
             "role": p.role,
             "state": p.state.value,
             "detail": p.reason or core.peers.problem(p),
+            "circuit": "" if (circuit := core.peers.circuit(p)) is CircuitState.CLOSED else circuit.value,
             "draining": p.draining,
             "epoch": p.epoch,
             "incarnation": p.incarnation.hex(),
@@ -140,6 +142,11 @@ def _news(event: str, data: dict[str, Any]) -> str:
             return f"{' at '.join(filter(None, (data['node'], data['address'])))} cannot be joined: {data['reason']}"
         case "node.refused":
             return f"{who} was refused: {data['reason']}"
+        case "circuit.opened":
+            wait_s = data["for_ms"] / 1000
+            return f"{who} is not asked for prompts for {wait_s:g} s: attempts fail there, the last: {data['cause']}"
+        case "circuit.closed":
+            return f"{who} is asked for prompts again"
     return ""
 
 

@@ -19,7 +19,7 @@ from .tables import output, pairs, print_json, table
 WATCH_S = 1.0
 REQUEST_CHARS = 8  # of a request's id
 EXIT_UNCLEAN = 1
-PEERS = ("name", "role", "state", "draining", "leases", "fetches", "address", "detail")
+PEERS = ("name", "role", "state", "circuit", "draining", "leases", "fetches", "address", "detail")
 REQUESTS = ("request", "state", "age_ms", "prompt_tokens", "cached_tokens", "generated", "attempts", "prefill_node")
 
 Status = Mapping[str, Any]

@@ -12,6 +12,7 @@ from ..core import NodeCore
 from ..recording import CoreBegan, CoreRaised
 from ..report import ledger
 from .blocks import Blocks
+from .check_circuits import CircuitCheck
 from .check_clock import ClockCheck
 from .check_leases import LeaseCheck
 from .check_messages import MessageCheck
@@ -90,7 +91,7 @@ class Runner:
         self._reads = ReadCheck(report, self._blocks, run.facts)
         self._drained = Drained(report)
         of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks)]
-        others = [self._requests, self._leases, MessageCheck(report, run.facts), self._drained]
+        others = [self._requests, self._leases, MessageCheck(report, run.facts), CircuitCheck(report), self._drained]
         self._checks = Checks([*others, *(of_blocks if whole else ())])
         self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
         if not whole:
