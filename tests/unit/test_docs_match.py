@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from pdbus.connector.handoff import Cause, HandoffConfig
 from pdbus.connector.offer import Offers
 from pdbus.nodes import circuits, core, intake, limits, report
 from pdbus.nodes.http import stream
+from pdbus.nodes.http.node_metrics import ALIASES, vllm_gauges
+from pdbus.nodes.measures import Measures
 
 from tests.docs_blocks import DOCUMENTS, ROOT, text_of
 from tests.docs_wire import DOCUMENTED, rows
@@ -156,6 +159,14 @@ def test_every_metric_of_a_node_is_explained() -> None:
     section = text_of("docs/operating.md").partition("## Metrics")[2].partition("\n## ")[0]
     for key in re.findall(r'"(\w+)":', inspect.getsource(report.metrics)):
         assert f"pdbus_{key}" in section or f"`_{key.removeprefix('kv_blocks_')}`" in section, key
+
+
+def test_every_family_of_metrics_and_every_name_of_vllm_is_explained() -> None:
+    section = text_of("docs/operating.md").partition("## Metrics")[2].partition("\n## ")[0]
+    names = [name + "_total" * (kind == "counter") for name, kind, _, _ in Measures().families()]
+    names += re.findall(r"\{PREFIX\}(\w+)", inspect.getsource(report.families))
+    names += [f"vllm:{name}" for name in (*ALIASES, *vllm_gauges(defaultdict(float)), "num_preemptions")]
+    assert [name for name in names if name not in section] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

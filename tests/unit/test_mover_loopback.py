@@ -59,7 +59,7 @@ def test_read_in_progress_is_not_answered() -> None:
     world.read(1, range(3))
     assert world.mover.turn() == [] and not world.landed(0)
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=3 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=3 * BLOCK_BYTES, posts=1, runs=3)]
     assert world.landed(2) and not world.landed(3)
 
 
@@ -101,7 +101,10 @@ def test_dead_owner_ends_all_slices_with_one_answer() -> None:
     world.read(1, range(8 * SLICE_RUNS_MAX))
     world.mover.turn()
     world.fabric.kill("owner")
-    assert world.mover.turn() == [ReadEnded(read=1, problem="the peer has gone")]
+    posts = SLICES_POSTED_MAX
+    assert world.mover.turn() == [
+        ReadEnded(read=1, problem="the peer has gone", posts=posts, runs=posts * SLICE_RUNS_MAX)
+    ]
     assert world.mover.turn() == []
 
 
@@ -114,7 +117,7 @@ def test_doubt_is_said_once_and_the_end_may_follow() -> None:
     assert world.mover.turn() == [ReadDoubtful(read=1, problem="backend error")]
     assert world.mover.turn() == []
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES, posts=1, runs=2)]
 
 
 def test_read_outlives_the_removal_of_its_peer() -> None:
@@ -125,7 +128,7 @@ def test_read_outlives_the_removal_of_its_peer() -> None:
     world.read(2, range(2))
     assert world.mover.turn() == [ReadEnded(read=2, problem="no peer P", posted=False)]
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES, posts=1, runs=2)]
 
 
 def test_a_peer_is_not_added_again_while_reads_from_it_are_open() -> None:
