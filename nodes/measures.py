@@ -76,6 +76,8 @@ class Measures:
         self._runs = histogram("read_runs", "Contiguous runs (descriptors) of a read.", RUNS, "peer")
         self._failed = counter("attempts_failed", "Attempts at prefill nodes that failed, by cause.", "cause")
         self._confirms = counter("confirms", "Answers to claims: valid, or why not.", "answer")
+        self._nodes_refused = counter("nodes_refused", "Nodes that called and were refused, each reason once.")
+        self._agents_refused = counter("agents_refused", "Peers whose memory the mover could not read from.")
         self._opened = counter("circuits_opened", "How often a peer's circuit opened.", "peer")
         self._confirm_s = histogram("confirm_seconds", "From the claim to its answer.", CONFIRM_S)
         self._leases = counter("leases_ended", "Leases that ended, by cause.", "cause")
@@ -94,6 +96,7 @@ class Measures:
         self._peers: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()  # bytes and ns of the latest reads
         self._told: dict[type[Any], Told] = {
             ev.MessageCame: self._message_came,
+            ev.PeerAddEnded: self._peer_added,
             ev.MoverLost: lambda _: self._open_reads.clear(),
             ev.StartRead: self._read_started,
             ev.EndRequest: self._request_ended,
@@ -150,6 +153,9 @@ class Measures:
     def _read_started(self, effect: ev.StartRead) -> None:
         self._open_reads[effect.read] = effect.peer.partition("/")[0]
 
+    def _peer_added(self, event: ev.PeerAddEnded) -> None:
+        self._agents_refused.inc(bool(event.problem))
+
     def _message_came(self, event: ev.MessageCame[Any]) -> None:
         message = event.message
         if isinstance(message, LeaseReleased):
@@ -165,6 +171,8 @@ class Measures:
         match effect.event:
             case "attempt.failed":
                 self._failed.labels(known(data["cause"])).inc()
+            case "node.refused":
+                self._nodes_refused.inc()
             case "circuit.opened":
                 self._of_peer(data["node"])
                 self._opened.labels(data["node"]).inc()
