@@ -108,7 +108,7 @@ def site_of(
     bound_s: float = 90,
     **arguments: Any,
 ) -> Iterator[Site]:
-    """`before` is called before the nodes start; no scenario takes longer than `bound_s`. They are killed in the end, and
+    """`before` is called before the nodes start; a scenario ends within `bound_s`. They are killed in the end, and
     leave their run directories to us."""
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
         cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
