@@ -1,4 +1,4 @@
-"""`pd status`, `pd connect`, `pd disconnect` and `pd drain` on real nodes: what a person reads, what a script parses, how it ends."""
+"""`pd status`, `connect`, `disconnect` and `drain` on real nodes: what people read, what scripts parse, how it ends."""
 
 from __future__ import annotations
 
