@@ -59,7 +59,7 @@ async def test_a_frozen_peer_writes_into_no_block_that_was_reused(hurt: Site) ->
         await ask_remotely(d, 0)
         poison(hurt.d.pid)
         hurt.freeze((await pids_of(p))["mover"])
-        hasty = [d.generate(prompt(SHORT, i), max_tokens=4, deadline_ms=1200) for i in range(2)]
+        hasty = [d.generate(prompt(SHORT, i), max_tokens=4, deadline_ms=1700) for i in range(2)]
         reading = [asyncio.create_task(read_all(generation)) for generation in hasty]
         patient = [asyncio.create_task(ask(d, prompt(LONG, i))) for i in range(2)]
         await until_status(d, lambda s: len([f for f in s["reads"] if under_way(f, frozen)]) == 2)
