@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/pd bench bus
 	$(BIN)/pd bench serve
 	$(BIN)/pd bench record
+	$(BIN)/pd bench smooth
 
 lint: $(READY)
 	$(BIN)/ruff check

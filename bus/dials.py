@@ -115,8 +115,10 @@ class Dials:
 
     def start_due(self, now_ns: int) -> list[str]:
         """The addresses to open now, longest due first, within the number of handshakes allowed."""
-        due = sorted((d for d in self._dials.values() if d.state in TIMED and d.due_ns <= now_ns), key=_due)
-        started = due[: max(0, self._room())]
+        due = [d for d in self._dials.values() if d.due_ns <= now_ns and d.state in TIMED]
+        if not due:
+            return []
+        started = sorted(due, key=_due)[: max(0, self._room())]
         for dial in started:
             self._move(dial, "due")
             dial.due_ns = now_ns + self._config.handshake_ns

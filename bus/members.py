@@ -228,24 +228,22 @@ class Leaving(MembershipEvent):
 
 def event_of(link: str, header: Header, message: Message) -> MembershipEvent:
     """The event that a received message is for Membership."""
-    match message:
-        case Hello():
-            return HelloReceived(link=link, header=header, message=message)
-        case Welcome():
-            return WelcomeReceived(link=link, header=header, message=message)
-        case Refused():
-            return RefusedReceived(link=link, header=header, message=message)
-        case Agent():
-            return AgentReceived(link=link, header=header, message=message)
-        case Heartbeat():
-            return HeartbeatReceived(link=link, header=header, message=message)
-        case Goodbye():
-            return GoodbyeReceived(link=link, header=header, message=message)
-        case Drain():
-            return DrainReceived(link=link, header=header, message=message)
-        case StalePeer():
-            return StaleReceived(link=link, header=header, message=message)
-    return Heard(link=link, header=header, kind=message.KIND)
+    received = _RECEIVED.get(type(message))
+    if received is None:
+        return Heard(link=link, header=header, kind=message.KIND)
+    return received(link=link, header=header, message=message)
+
+
+_RECEIVED: dict[type[Message], type[MembershipEvent]] = {
+    Hello: HelloReceived,
+    Welcome: WelcomeReceived,
+    Refused: RefusedReceived,
+    Agent: AgentReceived,
+    Heartbeat: HeartbeatReceived,
+    Goodbye: GoodbyeReceived,
+    Drain: DrainReceived,
+    StalePeer: StaleReceived,
+}
 
 
 # ---------------------------------------------------------------- effects

@@ -30,6 +30,7 @@ from .roster import Roster
 from .wire import Header, replace
 
 LEAVING = Refused(reason="this node is shutting down")
+CURRENT_ONLY = (ms.Heard, ms.AgentReceived, ms.HeartbeatReceived, ms.DrainReceived)  # said between current lives
 NEVER_STALE = ("error", "goodbye", "refused", "welcome")  # no use in answering these with stale_peer
 
 
@@ -419,7 +420,7 @@ class Membership:
 
     def _refused_as_stale(self, event: ms.MembershipEvent) -> list[ms.MembershipEffect] | None:
         """What another life says, or says to another life, is answered and not acted on. None: it may be."""
-        if not isinstance(event, ms.Heard | ms.AgentReceived | ms.HeartbeatReceived | ms.DrainReceived):
+        if not isinstance(event, CURRENT_ONLY):
             return None
         kind = event.kind if isinstance(event, ms.Heard) else event.message.KIND
         reason = self._roster.stale(event.header, kind)

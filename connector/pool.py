@@ -92,10 +92,9 @@ class BlockPool:
             raise LocalProtocolError(f"blocks for {tokens} tokens: at least 1")
         hits = self._hits(block_hashes[: (tokens - 1) // self.block_size])
         fresh = -(-tokens // self.block_size) - len(hits)
-        if fresh > self.available() - sum(1 for block in hits if not self._holders[block]):
+        if fresh > self.available() - len([block for block in hits if not self._holders[block]]):
             return None
-        for block in hits:
-            self._add(block, holder)
+        self._add(hits, holder)
         blocks = (*hits, *self._fresh(fresh, holder))
         return Reservation(blocks=blocks, cached_tokens=len(hits) * self.block_size)
 
@@ -109,23 +108,23 @@ class BlockPool:
         """Another holder for blocks that a sequence or lease has. Raises LocalProtocolError, and changes nothing, for
         any other block, and for a read into a block that is shared or already being read into."""
         self._named_once(blocks)
+        held, advertised, in_flight = (self._held[h] for h in (Holder.HELD, Holder.ADVERTISED, Holder.IN_FLIGHT))
         for block in blocks:
-            if not (self._held[Holder.HELD][block] or self._held[Holder.ADVERTISED][block]):
+            if not (held[block] or advertised[block]):
                 raise LocalProtocolError(f"block {block} ({self.state(block)}) has no sequence or lease to hold it for")
-            if holder is Holder.IN_FLIGHT and (self._hash[block] is not None or self._held[holder][block]):
+            if holder is Holder.IN_FLIGHT and (self._hash[block] is not None or in_flight[block]):
                 raise LocalProtocolError(f"block {block} is shared or being read into: no read may write it")
-        for block in blocks:
-            self._add(block, holder)
+        self._add(blocks, holder)
 
     def drop(self, blocks: Sequence[int], holder: Holder) -> None:
         """The inverse of one `hold`, `reserve` or `take`. Raises LocalProtocolError, and changes nothing, for a block
         without that holder."""
         self._named_once(blocks)
+        held = self._held[holder]
         for block in blocks:
-            if not self._held[holder][block]:
+            if not held[block]:
                 raise LocalProtocolError(f"block {block} has no holder '{holder.value}'")
-        for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
-            self._remove(block, holder)
+        self._remove(blocks, holder)
 
     # ------------------------------------------------------------ prefix cache
 
@@ -140,7 +139,7 @@ class BlockPool:
         use, may still be written by a read, or has another hash.
         """
         self._named_once((block,))
-        if self._by_hash.get(block_hash) is not None:
+        if block_hash in self._by_hash:
             return
         if self.state(block) is not BlockState.IN_USE or self._held[Holder.IN_FLIGHT][block]:
             raise LocalProtocolError(f"block {block} is {self.state(block).value} or being read into: not final")
@@ -210,7 +209,7 @@ class BlockPool:
             counts = [held[block] for held in self._held.values()]
             assert min(counts) >= 0 and sum(counts) == self._holders[block], f"holders of block {block}"
 
-    # ------------------------------------------------------------ one block
+    # ------------------------------------------------------------ block by block
 
     def _hits(self, hashes: Sequence[bytes]) -> list[int]:
         hits = []
@@ -223,10 +222,12 @@ class BlockPool:
 
     def _fresh(self, n: int, holder: Holder) -> list[int]:
         blocks = [self._fresh_one() for _ in range(n)]
+        held, holders = self._held[holder], self._holders
         for block in blocks:
-            self._held[holder][block] += 1
-            self._holders[block] += 1
-            self._quarantined += holder is Holder.IN_FLIGHT
+            held[block] += 1
+            holders[block] += 1
+        if holder is Holder.IN_FLIGHT:
+            self._quarantined += n
         return blocks
 
     def _fresh_one(self) -> int:
@@ -240,30 +241,33 @@ class BlockPool:
         self._events.append(BlockRemoved(block_hash=block_hash))
         return block
 
-    def _add(self, block: int, holder: Holder) -> None:
-        """One more holder for a block that is in use or cached."""
-        if not self._holders[block]:
-            del self._cached[block]
-        self._held[holder][block] += 1
-        self._holders[block] += 1
+    def _add(self, blocks: Sequence[int], holder: Holder) -> None:
+        """One more holder for blocks that are in use or cached."""
+        held, holders, cached = self._held[holder], self._holders, self._cached
+        for block in blocks:
+            if not holders[block]:
+                del cached[block]
+            held[block] += 1
+            holders[block] += 1
 
-    def _remove(self, block: int, holder: Holder) -> None:
-        in_flight = self._held[Holder.IN_FLIGHT]
-        was_quarantined = self._holders[block] == in_flight[block]
-        self._held[holder][block] -= 1
-        self._holders[block] -= 1
-        left = self._holders[block]
-        self._quarantined += (0 < left == in_flight[block]) - was_quarantined
-        if left:
-            return
-        if self._hash[block] is None:
-            heapq.heappush(self._free, block)
-        else:
-            self._cached[block] = None
+    def _remove(self, blocks: Sequence[int], holder: Holder) -> None:
+        held, holders, in_flight = self._held[holder], self._holders, self._held[Holder.IN_FLIGHT]
+        hashes, cached, free = self._hash, self._cached, self._free
+        for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
+            was_quarantined = holders[block] == in_flight[block]
+            held[block] -= 1
+            left = holders[block] = holders[block] - 1
+            self._quarantined += (0 < left == in_flight[block]) - was_quarantined
+            if left:
+                continue
+            if hashes[block] is None:
+                heapq.heappush(free, block)
+            else:
+                cached[block] = None
 
     def _named_once(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if not 0 <= block < self.blocks:
-                raise LocalProtocolError(f"block {block} is none of the pool's 0 to {self.blocks - 1}")
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self.blocks:
+            stranger = next(block for block in blocks if not 0 <= block < self.blocks)
+            raise LocalProtocolError(f"block {stranger} is none of the pool's 0 to {self.blocks - 1}")
         if len(set(blocks)) != len(blocks):
             raise LocalProtocolError("a block is named twice")

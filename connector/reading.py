@@ -1,8 +1,9 @@
 """One read of a peer's KV into ours while it is carried out: what is posted, what waits to be, what lies in scratch.
 
-A read's direct runs are cut into slices at once. What goes through scratch is cut into detours of a few blocks: each
-takes a part of scratch, is read there in slices, permuted into its blocks when the last of these is terminal, and
-gives its part back. Used by `Mover`, which posts.
+A read is cut into stretches of blocks, whose runs are made when their turn comes, and these into slices, each fit for
+one post. What goes through scratch is cut into detours of a few blocks: each takes a part of scratch, is read there in
+slices, permuted into its blocks when the last of these is terminal, and gives its part back. Used by `Mover`, which
+posts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .scratch import Scratch
 SLICE_RUNS_MAX = 1_000  # posting costs 7 to 12 us a scattered descriptor
 SLICE_BYTES_MAX = 16 << 20  # a post may copy at once, and holds the thread: 4 ms at 4 GB/s; half of it costs 5 %
 SLICES_POSTED_MAX = 4  # of one read: keeps the line full, and leaves room for the others
+RUNS_AT_ONCE_MAX = 16_384  # made in one go: some ms
 PEER_BYTES_MAX = 128 << 20  # posted to one peer: two reads at their fullest; more would only wait at the other end
 DETOUR_BYTES_MAX = 4 << 20  # permuting so much holds the thread for some ms
 DETOURS = 8  # find room in scratch side by side, if their blocks are small enough
@@ -46,6 +48,13 @@ class Peer:
         self.posted_bytes = 0
         self.detours = 0
         self.leaving = False
+
+
+class Stretch(NamedTuple):
+    """Blocks whose direct runs are not made yet."""
+
+    rank: RankPlan
+    pairing: Pairing
 
 
 class Detour:
@@ -90,11 +99,14 @@ class OpenRead:
         self.doubted = False
         self._scratch = scratch
         self._ready: deque[Slice] = deque()
+        self._stretches: deque[Stretch] = deque()
         self._detours: deque[Detour] = deque()
         for rank in peer.plan.ranks:
-            self._add(direct_runs(rank, pairing), rank)
+            if runs := sum(box.runs for box in rank.pieces[0].direct):
+                at_once = max(1, RUNS_AT_ONCE_MAX // (runs * len(rank.pieces)))
+                self._stretches += [Stretch(rank, some) for some in batches(pairing, at_once)]
             if rank.reads:
-                at_once = _blocks_at_once(rank, scratch)
+                at_once = max(1, min(DETOUR_BYTES_MAX, scratch.size // DETOURS) // rank.scratch_bytes)
                 self._detours += [self._detour(rank, some) for some in batches(pairing, at_once)]
 
     def _add(self, runs: Runs, rank: RankPlan, detour: Detour | None = None) -> None:
@@ -114,6 +126,8 @@ class OpenRead:
             return False
         if self._ready:
             return not self.peer.posted_bytes or self.peer.posted_bytes + self._ready[0].size <= PEER_BYTES_MAX
+        if self._stretches:
+            return self.peer.posted_bytes < PEER_BYTES_MAX
         return bool(self._detours) and self._may_detour(self._detours[0])
 
     def _may_detour(self, detour: Detour) -> bool:
@@ -121,7 +135,10 @@ class OpenRead:
 
     def post(self, agent: Agent) -> Posted:
         """The next slice as a handle that has not been posted yet. Only when `may_post`. Raises ReadFailed."""
-        if not self._ready:
+        if not self._ready and self._stretches:
+            rank, pairing = self._stretches.popleft()
+            self._add(direct_runs(rank, pairing), rank)
+        elif not self._ready:
             self._begin(self._detours.popleft())
         next_ = self._ready.popleft()
         try:
@@ -161,6 +178,7 @@ class OpenRead:
     def fail(self, problem: str) -> None:
         """The first problem counts. Nothing more is posted; what is posted stays until it is terminal."""
         self.problem = self.problem or problem
+        self._stretches.clear()
         self._detours.clear()
         while self._ready:
             self._over(self._ready.popleft())
@@ -176,8 +194,4 @@ class OpenRead:
 
     @property
     def ended(self) -> bool:
-        return not (self._ready or self._detours or self.posted)
-
-
-def _blocks_at_once(rank: RankPlan, scratch: Scratch) -> int:
-    return max(1, min(DETOUR_BYTES_MAX, scratch.size // DETOURS) // rank.scratch_bytes)
+        return not (self._ready or self._stretches or self._detours or self.posted)

@@ -138,6 +138,8 @@ class Transfers:
 
     def late_blocks(self) -> int:
         """How many blocks wait for reads whose deadline has passed, and which may never end."""
+        if not self._late:
+            return 0
         return sum(len(self._open[read].target) for reads in self._late.values() for read in reads)
 
     def rows(self) -> list[dict[str, Any]]:

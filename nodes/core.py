@@ -127,11 +127,11 @@ class NodeCore:
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
             self._plan(out)
-        busy = frozenset((*self.requests.fetching_from(), *self.prefills.readers()))
+        busy = self.requests.fetching_from().keys() | self.prefills.readers().keys()
         for change in self.peers.busy_changes(busy):
             self._membership(change, now, out)
         if cache := self.pool.take_events():
-            out.append(ev.Publish(topic="kv", event="blocks", data={"events": [to_plain(c) for c in cache]}))
+            out.append(ev.Publish(topic="kv", event="blocks", data={"events": to_plain(cache)}))
         if self.drain_until is not None and not self._drained and self._idle():
             self._say_goodbye(now, out)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -123,9 +123,9 @@ class Requests:
     def of_seq(self, seq: int) -> Request | None:
         return self._by_seq.get(seq)
 
-    def fetching_from(self) -> dict[str, int]:
-        """How many requests fetch from each prefill node that any fetches from."""
-        return dict(self._fetching)
+    def fetching_from(self) -> Mapping[str, int]:
+        """How many requests fetch from each prefill node that any fetches from, now."""
+        return self._fetching
 
     @property
     def waiting(self) -> int:

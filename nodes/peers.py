@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
@@ -128,10 +128,12 @@ class Peers:
     def members(self) -> list[ms.Peer]:
         return self._membership.members()
 
-    def busy_changes(self, busy: frozenset[str]) -> list[ms.BusyChanged]:
+    def busy_changes(self, busy: Set[str]) -> list[ms.BusyChanged]:
         """What membership has to hear so that heartbeats go along the links in use."""
+        if busy == self._busy:
+            return []
         changed = sorted(busy ^ self._busy)
-        self._busy = busy
+        self._busy = frozenset(busy)
         return [ms.BusyChanged(peer=name, busy=name in busy) for name in changed]
 
     # ------------------------------------------------------------ the mover's side

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pdbus.bus.messages import TryId
 from pdbus.connector.handoff import (
     Answer,
@@ -52,9 +54,9 @@ class Prefills:
     def owns(self, seq: int) -> bool:
         return seq in self._tries
 
-    def readers(self) -> dict[str, int]:
-        """How many leases each decode node holds that holds any."""
-        return dict(self._leases)
+    def readers(self) -> Mapping[str, int]:
+        """How many leases each decode node holds that holds any, now."""
+        return self._leases
 
     def progressed(self, p: Progress, row: StepRowEnded, now: int) -> list[NodeEffect]:
         """A step computed a chunk of a prompt that is still wanted."""

@@ -43,6 +43,7 @@ class CoreRaised(Declared, tag_field="t", tag=True):
 
 # With a payload, or telling whose the next ones are.
 OF_PAYLOADS = (ev.MessageCame, ev.Send, ev.TakeFirstToken, ev.StepEnded, ev.OpenSequence, ev.CloseSequence)
+WITH_FIRST_TOKEN = (PrefillAccepted, PrefillDone)
 CARRIERS = (ev.MessageCame, ev.Send)  # of a message, whose kind its own encoding does not tell
 
 
@@ -118,7 +119,7 @@ class NodeRecorder:
 
 def with_payloads(message: Message, change: Callable[[bytes, bytes], bytes]) -> Message:
     """The message with every first token in it changed: `change` is given its request and itself."""
-    if isinstance(message, PrefillAccepted | PrefillDone) and message.first_token is not None:
+    if isinstance(message, WITH_FIRST_TOKEN) and message.first_token is not None:
         return replace(message, first_token=change(message.try_.request, message.first_token))
     if isinstance(message, LeaseRenewed):
         return replace(message, entries=tuple(_changed(entry, change) for entry in message.entries))

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.wire import Declared, pack_u32
 from pdbus.connector.handoff import Holder
 from pdbus.connector.ipc import StepRow
 from pdbus.connector.pool import BlockPool
+
+BY_AGE = attrgetter("order")
 
 
 class Limits(Declared):
@@ -113,19 +116,17 @@ class Scheduler:
         if not self._sequences:
             return plan
         budget = self._limits.max_batch_tokens
-        by_age = sorted(self._sequences.values(), key=lambda s: s.order)
-        for decoding in (True, False):
-            for s in by_age:
-                if budget <= 0:
-                    break
-                if s.remaining <= 0 or (s.remaining == 1) is not decoding or s.seq not in self._sequences:
-                    continue
-                count = min(s.remaining, self._limits.prefill_chunk, budget)
-                if not self._ensure_blocks(s, s.computed + count, plan):
-                    continue
+        for s in self._in_turn():
+            if budget <= 0:
+                break
+            if s.seq not in self._sequences:  # preempted by this very step
+                continue
+            count = min(s.remaining, self._limits.prefill_chunk, budget)
+            if self._ensure_blocks(s, s.computed + count, plan):
                 plan.rows.append(self._row(s, count))
                 budget -= count
-        plan.rows = [r for r in plan.rows if r.seq in self._sequences]
+        if plan.preempted:
+            plan.rows = [r for r in plan.rows if r.seq in self._sequences]
         if plan.rows:
             self._begin(plan.rows)
         return plan
@@ -162,6 +163,18 @@ class Scheduler:
         self._pool.drop(self._held, Holder.IN_STEP)
         self._held = []
         return abandoned
+
+    def _in_turn(self) -> list[Sequence]:
+        """Those with work, in the order of their claim to a step: who decodes, then who has more to compute; the
+        oldest first."""
+        decoding, prefilling = [], []
+        for s in sorted(self._sequences.values(), key=BY_AGE):
+            remaining = s.known - s.computed
+            if remaining == 1:
+                decoding.append(s)
+            elif remaining > 1:
+                prefilling.append(s)
+        return decoding + prefilling
 
     def _begin(self, rows: Seq[StepRow]) -> None:
         self._step += 1

@@ -59,6 +59,17 @@ def plan(as_json: AsJson = False) -> None:
     _bench("plan", as_json)
 
 
+@bench.command()
+def smooth(
+    prompt_tokens: Annotated[int, typer.Option(min=64, max=1 << 20, metavar="N", help="Of the long one.")] = 100_000,
+    step_ms: Annotated[float, typer.Option(min=1, max=1000, metavar="MS", help="Time of a decode step.")] = 20.0,
+    turns: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="With the long prompt, and without.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """What the read of a very long prompt, whose blocks lie anywhere, does to four answers given meanwhile."""
+    _bench("smooth", as_json, prompt_tokens=prompt_tokens, step_ms=step_ms, turns=turns)
+
+
 @bench.command("engine")
 def bench_engine(
     rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Passes of each kind.")] = 9,

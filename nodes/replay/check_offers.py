@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pdbus.bus.messages import LeaseRenewed, PrefillAccepted, PrefillDone, PrefillProgress
+from pdbus.bus.messages import LeaseRenewed
 from pdbus.bus.wire import unpack_u32
 
 from .. import events as ev
 from .blocks import Blocks, Own, describe
 from .check_leases import Key, key_of
 from .checks import Check, Report
+from .facts import ANNOUNCEMENTS
 from .turns import Turn
 
 RULE = "4: KV counts only when it is valid"
@@ -60,7 +61,7 @@ class OfferCheck(Check):
 
     def _sent(self, turn: Turn, effect: ev.Send[Any]) -> None:
         message = effect.message
-        if isinstance(message, PrefillAccepted | PrefillProgress | PrefillDone):
+        if isinstance(message, ANNOUNCEMENTS):
             self._announced(turn, key_of(message.try_), message.blocks, message.ready)
         elif isinstance(message, LeaseRenewed):
             for entry in message.entries:

@@ -12,9 +12,6 @@ from pdbus.bus.messages import (
     LeaseId,
     LeaseReleased,
     LeaseRenewed,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillProgress,
     PrefillRequest,
     TransferDone,
     TryId,
@@ -26,7 +23,7 @@ from .. import events as ev
 from ..peers import peer_key
 from .blocks import Blocks, Part, Read
 from .checks import Check, Report
-from .facts import Confirmed, Facts, Life
+from .facts import ANNOUNCEMENTS, Confirmed, Facts, Life
 from .turns import Turn
 
 NOT_GIVEN = "2: no block that may still be written is given to anyone"
@@ -251,7 +248,7 @@ def _blocks(read: ev.StartRead, size: int) -> int:
 def _announcement(turn: Turn, try_: TryId) -> tuple[LeaseId | None, Sequence[int]]:
     """The lease and blocks that the turn's message announces for a try."""
     message = turn.event.message if isinstance(turn.event, ev.MessageCame) else None
-    if isinstance(message, PrefillAccepted | PrefillProgress | PrefillDone) and message.try_ == try_:
+    if isinstance(message, ANNOUNCEMENTS) and message.try_ == try_:
         return message.lease, unpack_u32(message.blocks)
     if isinstance(message, LeaseRenewed):
         for entry in message.entries:

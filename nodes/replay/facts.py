@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdbus.bus.messages import LeaseId, TryId
+from pdbus.bus.messages import LeaseId, PrefillAccepted, PrefillDone, PrefillProgress, TryId
+
+ANNOUNCEMENTS = (PrefillAccepted, PrefillProgress, PrefillDone)  # of blocks that may be read
 
 Life = tuple[str, bytes]  # a node's name and incarnation
 

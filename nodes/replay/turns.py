@@ -51,8 +51,9 @@ def turns_of(recording: Recording) -> Iterator[RawTurn | Hole]:
     heard: RawRecord | None = None
     decided: list[RawRecord] = []
     last = 0
+    gone = recording.gone
     for record in recording.raw():
-        if recording.gone and not last:
+        if gone and not last:
             if record.cause:
                 continue
             last = record.sequence - 1

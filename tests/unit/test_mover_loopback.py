@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.messages import Agent
 from pdbus.bus.wire import pack_u32
+from pdbus.connector import reading
 from pdbus.connector.ipc import FromMover, PeerAdd, PeerAdded, PeerRemove, Read, ReadDoubtful, ReadEnded, StopMover
 from pdbus.connector.layout import layout_of
 from pdbus.connector.loopback import Fabric, LoopbackAgent
@@ -205,3 +208,17 @@ def test_stopping_gives_up_in_the_end() -> None:
     world.mover.handle(StopMover(wait_ms=100))
     world.now_ns += 100 * MS
     assert world.mover.stopped and world.mover.outstanding
+
+
+def test_a_long_read_is_made_stretch_by_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays of a whole long prompt at once would keep the mover from everybody else's reads."""
+    monkeypatch.setattr(reading, "RUNS_AT_ONCE_MAX", 700)
+    world = met()
+    world.read(1, range(2_500))
+    ended: list[FromMover] = []
+    while not ended:
+        ended = world.mover.turn()
+        assert len(world.fabric.in_flight) <= SLICES_POSTED_MAX
+        world.fabric.land()
+    assert ended == [ReadEnded(read=1, bytes=2_500 * BLOCK_BYTES)]
+    assert all(world.landed(block) for block in range(2_500)) and not world.landed(2_500)
