@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -42,6 +42,11 @@ M = TypeVar("M", bound=Message)
 BLOCKS = 64  # of a prefill node made by hand
 
 
+def mostly_long(names: Iterable[str], short: str) -> list[Any]:
+    """All of them as parameters, of which `make test` takes one."""
+    return [name if name == short else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 class HandMade:
     """Answers pings, and whatever else the test makes it answer."""
 
@@ -67,11 +72,11 @@ class HandMade:
         header = received.header
         self.endpoint.send(received.link, message, cause=header.seq, to=header.from_, to_inc=header.from_inc)
 
-    async def first(self, kind: type[M], true: Callable[[M], bool] = lambda _: True) -> Received:
-        """The first of that kind, heard already or to come, that is so."""
+    async def first(self, kind: type[M], true: Callable[[M], bool] = lambda _: True, *, since: int = 0) -> Received:
+        """The first of that kind, heard already or to come, that is so; the first `since` messages do not count."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                for received in self.heard:
+                for received in self.heard[since:]:
                     if isinstance(received.message, kind) and true(received.message):
                         return received
                 self._news.clear()
@@ -118,7 +123,12 @@ class Reader(HandMade):
         return await self.requests(TransferDone(try_=try_, lease=lease), LeaseReleased)
 
     async def requests(self, message: Message, answer: type[M]) -> M:
-        return await self.endpoint.request(self.link, message, answer, WAIT_S, to=self.p, to_inc=self.p_incarnation)
+        """What it says next of that kind: answers of the hand-off name no cause."""
+        since = len(self.heard)
+        self.endpoint.send(self.link, message, to=self.p, to_inc=self.p_incarnation)
+        answered = (await self.first(answer, since=since)).message
+        assert isinstance(answered, answer)
+        return answered
 
 
 @asynccontextmanager

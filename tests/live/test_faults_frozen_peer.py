@@ -35,7 +35,7 @@ from .faults import (
     until_status,
 )
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
 
 BLOCKS = 96  # on the decode node: few enough to be used up, enough for what is in quarantine to be under a quarter
 LONG, SHORT = 4 * B + 5, 3 * B + 5

@@ -11,7 +11,7 @@ from pdbus.bus.client import Client
 
 from .faults import OPTIONS, B, Site, ask, prompt, scenario, site_of, until_clean
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
 
 REQUESTS, TOKENS = 20, 200
 LEASE = {"lease": "2s", "renew": "400ms", "claim": "200ms"}

@@ -21,7 +21,7 @@ from pdbus.bus.client import Client
 from .conftest import answer
 from .faults import OPTIONS, Site, pids_of, prompt, scenario, site_of, until_clean, until_status
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(600)]
 
 SHORT, ALL = 500, 20_000
 AT_ONCE = 16
@@ -35,7 +35,7 @@ def site() -> Iterator[Site]:
         site.mend()
 
 
-@pytest.mark.parametrize("handoffs", [SHORT, pytest.param(ALL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("handoffs", [SHORT, ALL])
 @scenario
 async def test_many_small_hand_offs_leave_nothing(site: Site, handoffs: int) -> None:
     async with Client(site.d.address) as d, Client(site.p.address) as p:
@@ -57,7 +57,7 @@ async def test_many_small_hand_offs_leave_nothing(site: Site, handoffs: int) -> 
         assert status["metrics"]["leases_held"] == 0
         assert {name: descriptors_of(pid) for name, pid in pids.items()} == descriptors
         growth = {name: int(median(all_[-3:]) - median(all_[3:6])) for name, all_ in rss_kib.items()}
-        print(f"\\n{handoffs} hand-offs; KiB in each tenth: {rss_kib}; growth of the last tenths: {growth}")
+        print(f"\n{handoffs} hand-offs; KiB in each tenth: {rss_kib}; growth of the last tenths: {growth}")
         if handoffs == ALL:
             assert {name: kib for name, kib in growth.items() if kib > GROWTH_MAX_KIB} == {}
 

@@ -28,7 +28,7 @@ from pdbus.bus.messages import (
 from pdbus.bus.wire import pack_u32, replace, unpack_u32
 
 from .faults import OPTIONS, TCP, B, Site, ask, prompt, scenario, site_of, until_clean
-from .hand_made import Owner, Reader, owner_for, reader_of
+from .hand_made import Owner, Reader, mostly_long, owner_for, reader_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
 
@@ -187,7 +187,7 @@ REFUSALS: dict[str, Callable[[Owner, Received], None]] = {
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("refusal", mostly_long(REFUSALS, "expired"))
 @scenario
 async def test_no_token_comes_of_kv_that_was_not_confirmed(site: Site, refusal: str) -> None:
     """It was read, every byte of it, and is nobody's: the prompt is computed here instead."""
