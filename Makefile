@@ -30,13 +30,16 @@ $(READY): pyproject.toml
 demo: $(READY)
 	@$(BIN)/pd demo
 
+PURE := tests/unit tests/machines tests/sim tests/wire
+
 # what needs no machine to itself first, on two cores; then real clusters, one after the other
 test: $(READY)
-	$(BIN)/pytest -q -m "not long" -n 2 tests/unit tests/machines tests/sim tests/wire
+	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
 	$(BIN)/pytest -q -m "not long" tests/live
 
 check-long: $(READY)
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 $(PURE)
+	$(BIN)/pytest -q tests/live
 
 bench: $(READY)
 	$(BIN)/pd bench transfer

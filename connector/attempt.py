@@ -56,6 +56,7 @@ TRANSITIONS: dict[tuple[FetchState, Step], FetchState] = {
     (FetchState.CLAIMING, Step.LEFT): FetchState.LEFT,
 }
 
+ACTIVE = (FetchState.READING, FetchState.CLAIMING)
 OVER = (FetchState.FETCHED, FetchState.LEFT)  # the request is forgotten
 
 
@@ -74,6 +75,7 @@ class Why(StrEnum):
     WRONG_DIGEST = "wrong digest"
     PEER_BLOCKED = "peer has an overdue read"
     MOVER_REAPED = "own mover lost"
+    PREFIX_LOST = "own worker lost"
     OWNER_SILENT = "prefill node silent"
     OWNER_RESTARTED = "prefill node restarted"
     EPOCH_ENDED = "prefill node's epoch ended"
@@ -114,6 +116,7 @@ FAILURES: dict[Why, Failure] = {
     Why.WRONG_DIGEST: Failure(_READING, cancel=True, suspect=True),
     Why.PEER_BLOCKED: Failure(_READING, cancel=True, suspect=True),
     Why.MOVER_REAPED: Failure(_READING, cancel=True, suspect=False),
+    Why.PREFIX_LOST: Failure(_BOTH, cancel=True, suspect=False),
     Why.OWNER_SILENT: Failure(_BOTH, cancel=True, suspect=True),
     Why.OWNER_RESTARTED: Failure(_BOTH, cancel=False, suspect=False),
     Why.EPOCH_ENDED: Failure(_BOTH, cancel=False, suspect=False),

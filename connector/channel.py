@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -79,7 +80,7 @@ class _Unframed(Generic[Received]):
 
 
 class ChildChannel(Generic[Received]):
-    """A child's end: blocking, for the one thread that made it. Raises Closed when control is gone."""
+    """A child's end: blocking. The thread that made it polls, any may send. Raises Closed when control is gone."""
 
     def __init__(self, endpoint: str, receives: type[Received]) -> None:
         self._unframed = _Unframed(receives)
@@ -90,13 +91,15 @@ class ChildChannel(Generic[Received]):
         except OSError as e:
             raise Closed(f"control has ended: {e.strerror}") from None
         self._socket.settimeout(SEND_WAIT_S)
+        self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
     def send(self, message: Declared) -> None:
         """Say one thing. Raises Closed when control has gone, or has stopped reading."""
         try:
-            self._socket.sendall(_framed(message))
+            with self._sending:
+                self._socket.sendall(_framed(message))
         except TimeoutError:
             raise Closed("control does not read its channel") from None
         except OSError:

@@ -48,6 +48,7 @@ from pdbus.bus.messages import (
 from pdbus.bus.wire import unpack_u32
 
 from .attempt import (
+    ACTIVE,
     FAILURES,
     OVER,
     TRANSITIONS,
@@ -81,6 +82,7 @@ from .handoff import (
     OwnerWatched,
     PostRead,
     PrefillFinished,
+    PrefixesLost,
     ReadDone,
     ReadFailed,
     ReadOverdue,
@@ -128,6 +130,9 @@ class Fetches:
                 return self._kv_checked(event, now_ns)
             case MoverReaped():
                 return self._mover_reaped(now_ns)
+            case PrefixesLost():
+                lost = [fetch for fetch in self._fetches.values() if fetch.asked.have and fetch.state in ACTIVE]
+                return self._fail_all(lost, Why.PREFIX_LOST, now_ns)
             case OwnerGone():
                 why = Why.OWNER_RESTARTED if event.proven else Why.OWNER_SILENT
                 return self._fail_all(self._at((event.node, event.incarnation)), why, now_ns)

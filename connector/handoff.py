@@ -21,6 +21,7 @@ class Holder(StrEnum):
     ADVERTISED = "advertised"  # a lease
     IN_FLIGHT = "in flight"  # a read that may still write into it
     IN_STEP = "in step"  # a forward pass that may still write into it
+    IN_COPY = "in copy"  # a copy between device and mirror
 
 
 class Cause(StrEnum):
@@ -75,6 +76,7 @@ class HandoffConfig(Declared):
     block_bytes: int = 0  # of one KV block, for the expected time of a read; 0: the floor alone
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
     digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
+    staged: bool = False  # reads begin and land in a mirror of the device's memory (staging.py)
 
     @property
     def attempt_ns(self) -> int:
@@ -109,7 +111,7 @@ class ReaderSaid(OfferEvent):
 
 
 class ChunkComputed(OfferEvent):
-    """KV of the first `ready` tokens stands in the blocks. `last` with the first token (none: sampling skipped)."""
+    """KV of the first `ready` tokens can be read. `last` with the first token (none: sampling skipped)."""
 
     try_: TryId
     ready: int
@@ -198,6 +200,7 @@ class StartPrefill(OfferEffect):
     blocks: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     sampling: Sampling
+    have: int = 0  # the reader needs none of the tokens before
     digest_from: int = -1  # KV digests are wanted of tokens from here on; -1: of none
 
 
@@ -283,6 +286,11 @@ class ReadOverdue(FetchEvent):
 
 class MoverReaped(FetchEvent):
     """Our own mover's process is gone (reaped, not merely silent): no read of it writes any more."""
+
+
+class PrefixesLost(FetchEvent):
+    """The device's memory is gone with its worker, and in it the `have` tokens that attempts build upon. What was read
+    is in the mirror, and stays."""
 
 
 class OwnerGone(FetchEvent):

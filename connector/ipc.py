@@ -9,6 +9,8 @@ from __future__ import annotations
 from pdbus.bus.messages import Agent, Geometry, KVLayout, Sampling, TokenLogprob
 from pdbus.bus.wire import Declared
 
+from .staging import Way
+
 # ---------------------------------------------------------------- control to worker
 
 
@@ -67,6 +69,14 @@ class DigestKv(ToWorker):
     size: int
 
 
+class Copy(ToWorker):
+    """Copy `blocks` (u32) between the device's memory and its mirror, down or up. Answered by Copied, in order."""
+
+    copy: int
+    way: Way
+    blocks: bytes
+
+
 class ProbeWorker(ToWorker):
     """Asks for a WorkerAlive: /health/ready is a round trip through the worker."""
 
@@ -112,6 +122,15 @@ class StepDone(FromWorker):
 class KvDigested(FromWorker):
     check: int
     digests: bytes
+
+
+class Copied(FromWorker):
+    """The fence behind that copy has been passed. `in_step`: a step was running then."""
+
+    copy: int
+    bytes: int
+    copy_ns: int
+    in_step: bool
 
 
 class WorkerAlive(FromWorker):
@@ -249,6 +268,7 @@ class WorkerArgs(Declared):
     threads: int = 1
     cpus: tuple[int, ...] = ()
     device: str = "cpu"
+    staged: bool = False  # the slab is the mirror of a device memory of the worker's own
     dtype: str = "float32"
     weights: str = "auto"  # how matrices are held: auto, float32, fp16
     deterministic: bool = False

@@ -1,13 +1,14 @@
 """What the workers or movers of several ranks say, joined into what one would say. Pure; for one rank it changes
 nothing.
 
-| heard of ranks                      | said                                                                           |
-|-------------------------------------|--------------------------------------------------------------------------------|
-| ready, step done, alive, peer added | once, when the last rank has said it; the first problem counts                 |
-| a part of a read ended              | once the last part has: the read ended, with the first problem and all bytes   |
-| the first part failed, others open  | at once: the read is doubtful. So the request hears of it, and hears it once,  |
-|                                     | while its blocks stay as they are until the last part may write no more        |
-| failed                              | at once                                                                        |
+| heard of ranks                       | said                                                                          |
+|--------------------------------------|-------------------------------------------------------------------------------|
+| ready, step done, copied, peer added | once, when the last rank has said it; the first problem counts                |
+| alive                                | once, when the last rank has said it                                          |
+| a part of a read ended               | once the last part has: the read ended, with the first problem and all bytes  |
+| the first part failed, others open   | at once: the read is doubtful. So the request hears of it, and hears it once, |
+|                                      | while its blocks stay as they are until the last part may write no more       |
+| failed                               | at once                                                                       |
 
 Digests of KV (nodes/digests.py) are joined by exclusive or, as they are made: each rank's are of its own heads. Of
 ranks with copies of one head the first counts, and a copy that differs from it makes the joined digest a wrong one.
@@ -21,6 +22,7 @@ from typing import Generic, TypeVar
 from pdbus.bus.wire import Declared, replace
 
 from .ipc import (
+    Copied,
     FromMover,
     FromWorker,
     KvDigested,
@@ -76,6 +78,7 @@ class WorkerJoin:
         self._digested: Gather[KvDigested] = Gather(ranks)
         self._ready: Gather[WorkerReady] = Gather(ranks)
         self._steps: Gather[StepDone] = Gather(ranks)
+        self._copied: Gather[Copied] = Gather(ranks)
         self._alive: Gather[WorkerAlive] = Gather(ranks)
 
     def tell(self, message: Declared) -> None:
@@ -95,6 +98,9 @@ class WorkerJoin:
                 differ = [_xor([each[r], each[r - r % self._copies]]) for r in range(len(each)) if r % self._copies]
                 joined = _xor([*each[:: self._copies], *differ])
                 return [KvDigested(check=check, digests=joined)] if digested else []
+            case Copied(copy=copy):
+                copied = self._copied.hear(copy, rank, message)
+                return [self._copy(copied)] if copied else []
             case WorkerAlive(probe=probe):
                 return list(self._alive.hear(probe, rank, message)[:1])
             case WorkerFailed(problem=problem) if self._ranks > 1:
@@ -105,6 +111,14 @@ class WorkerJoin:
         """What rank 0 sampled; all ranks must have sampled the same, and found no wrong KV."""
         rows = tuple(self._row(rows) for rows in zip(*(d.rows for d in done), strict=True))
         return StepDone(step=done[0].step, rows=rows, compute_ns=max(d.compute_ns for d in done))
+
+    def _copy(self, copied: tuple[Copied, ...]) -> Copied:
+        return replace(
+            copied[0],
+            bytes=sum(c.bytes for c in copied),
+            copy_ns=max(c.copy_ns for c in copied),
+            in_step=all(c.in_step for c in copied),
+        )
 
     def _row(self, rows: tuple[RowResult, ...]) -> RowResult:
         if len(rows) == 1:

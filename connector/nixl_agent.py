@@ -46,8 +46,9 @@ class RemotePeer:
 class NixlAgent:
     """One NIXL agent over `size_bytes` at `address`, for one thread. Nobody must ever have used `name` before."""
 
-    def __init__(self, name: str, address: int, size_bytes: int) -> None:
-        """Raises Broken when NIXL cannot, ConfigError naming --kv-memory when it cannot register so much."""
+    def __init__(self, name: str, address: int, size_bytes: int, *, progress_thread: bool = False) -> None:
+        """With NIXL's `progress_thread` there is no need to `pump`, but it takes a core: benches compare.
+        Raises Broken when NIXL cannot, ConfigError naming --kv-memory when it cannot register so much."""
         api = load_flavour()
         self._bindings = importlib.import_module(f"{api.__package__}._bindings")
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # where warm-up reads land
@@ -55,7 +56,8 @@ class NixlAgent:
         self._address = address
         self._regions: list[Any] = []
         with translated(f"cannot create the NIXL agent {name}"):
-            self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
+            self._agent = api.nixl_agent(name, config)
         try:
             self._register(self._scratch_address, mmap.PAGESIZE)
             self._register(address, size_bytes)

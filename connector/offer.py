@@ -130,7 +130,7 @@ class Offer:
     prompt_tokens: int
     prompt_digest: bytes
     have: int
-    ready: int  # tokens whose KV stands in the blocks
+    ready: int  # tokens whose KV can be read from the blocks
     state: OfferState = OfferState.NONE
     first_token: bytes | None = None
     digests: bytes = b""  # of its blocks so far, if the reader wants them
@@ -281,7 +281,7 @@ class Offers:
             prompt_tokens=message.prompt_tokens,
             prompt_digest=message.prompt_digest,
             have=message.have,
-            ready=reserved.cached_tokens,
+            ready=0 if self._config.staged else reserved.cached_tokens,
         )
         self._offers[offer.try_] = offer
         self._move(offer, Heard.ADMITTED)
@@ -292,6 +292,7 @@ class Offers:
             blocks=offer.blocks,
             block_hashes=event.block_hashes,
             sampling=message.sampling,
+            have=message.have,
             digest_from=message.have if message.digests else -1,
         )
         began = LeaseBegan(lease=lease, try_=offer.try_, blocks=len(offer.blocks))

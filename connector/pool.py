@@ -5,12 +5,15 @@ Theory of operation. A block has a count per `Holder` and perhaps a hash. Its st
     no holder, no hash           free         lowest ids are given out first, so that runs stay contiguous
     no holder, a hash            cached       evicted, least recently used first, only when no free one is left
     IN_FLIGHT holders only       quarantined  a read may still write into it: given to nobody
-    any other holder             in use       IN_STEP alone counts too: a forward pass may still write into it
+    any other holder             in use       IN_STEP, IN_COPY alone count too: a step or a copy may still write into it
 
     free, cached -reserve, take-> in use        in use -hold-> in use        in use, quarantined -drop-> any
 
 A block leaves its holders only through `drop`, so a block that a read or step can still write is never in the free
 heap or the cache: invariant 2 holds by construction. It knows no tokens, tensors, leases or requests.
+
+With a mirror in host memory (staging.py) it remembers whose mirror holds what the block does, until either is
+written.
 """
 
 from __future__ import annotations
@@ -63,6 +66,9 @@ class BlocksCleared(CacheEvent):
     pass
 
 
+WRITERS = (Holder.IN_STEP, Holder.IN_FLIGHT)  # of one of a block's two memories
+
+
 class BlockPool:
     """`blocks` KV blocks of `block_size` tokens, ids 0 to blocks - 1. Implements `BlockOwner`."""
 
@@ -78,6 +84,7 @@ class BlockPool:
         self._free: list[int] = list(range(blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._quarantined = 0
+        self._mirrored: dict[int, None] = {}
         self._events: list[CacheEvent] = []
 
     # ------------------------------------------------------------ giving out
@@ -115,6 +122,9 @@ class BlockPool:
             if holder is Holder.IN_FLIGHT and (self._hash[block] is not None or in_flight[block]):
                 raise LocalProtocolError(f"block {block} is shared or being read into: no read may write it")
         self._add(blocks, holder)
+        if self._mirrored and holder in WRITERS:
+            for block in blocks:
+                self._mirrored.pop(block, None)
 
     def drop(self, blocks: Sequence[int], holder: Holder) -> None:
         """The inverse of one `hold`, `reserve` or `take`. Raises LocalProtocolError, and changes nothing, for a block
@@ -157,9 +167,14 @@ class BlockPool:
         for block in self._by_hash.values():
             self._hash[block] = None
         self._by_hash.clear()
+        self._mirrored.clear()
         for block in self._cached:
             heapq.heappush(self._free, block)
         self._cached.clear()
+
+    def mirrored(self, blocks: Sequence[int]) -> None:
+        """The mirrors of these blocks, which are in use or cached, hold what they do."""
+        self._mirrored.update(dict.fromkeys(blocks))
 
     def take_events(self) -> list[CacheEvent]:
         """What happened to shareable content since the last call, in order."""
@@ -171,6 +186,9 @@ class BlockPool:
     def shareable(self) -> list[bytes]:
         """The hashes that would hit now: what a snapshot of the cache events says."""
         return list(self._by_hash)
+
+    def is_mirrored(self, block: int) -> bool:
+        return block in self._mirrored
 
     def available(self) -> int:
         """Blocks that could be given out now: free and cached ones."""
@@ -202,6 +220,7 @@ class BlockPool:
         assert sorted(self._free) == [b for b, s in enumerate(states) if s is BlockState.FREE], "free list"
         assert sorted(self._cached) == [b for b, s in enumerate(states) if s is BlockState.CACHED], "cache list"
         assert self._quarantined == states.count(BlockState.QUARANTINED), "quarantine gauge"
+        assert not any(states[b] is BlockState.FREE for b in self._mirrored), "a free block has a mirror"
         in_flight = self._held[Holder.IN_FLIGHT]
         assert not any(in_flight[block] for block in self._by_hash.values()), "a shared block is being read into"
         assert self._by_hash == {h: b for b, h in enumerate(self._hash) if h is not None}, "hashes"
@@ -234,6 +253,7 @@ class BlockPool:
         if self._free:
             return heapq.heappop(self._free)
         block, _ = self._cached.popitem(last=False)
+        self._mirrored.pop(block, None)
         block_hash = self._hash[block]
         assert block_hash is not None
         self._hash[block] = None
@@ -252,7 +272,7 @@ class BlockPool:
 
     def _remove(self, blocks: Sequence[int], holder: Holder) -> None:
         held, holders, in_flight = self._held[holder], self._holders, self._held[Holder.IN_FLIGHT]
-        hashes, cached, free = self._hash, self._cached, self._free
+        hashes, cached, free, mirrored = self._hash, self._cached, self._free, self._mirrored
         for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
             was_quarantined = holders[block] == in_flight[block]
             held[block] -= 1
@@ -261,6 +281,7 @@ class BlockPool:
             if left:
                 continue
             if hashes[block] is None:
+                mirrored.pop(block, None)
                 heapq.heappush(free, block)
             else:
                 cached[block] = None

@@ -62,6 +62,7 @@ class NodeConfig(Declared):
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     kv_layout: str  # native, NHD, HND
+    kv_buffer_device: str  # device, cpu
     block_size: int  # tokens
     kv_blocks: int  # 0: as many as kv_memory_bytes hold
     kv_memory_bytes: int
@@ -174,18 +175,20 @@ def _events(c: Chosen, host: Host) -> str:
 
 
 def _is_cpu(c: Chosen) -> bool:
-    return bool(c["device"] == "cpu")
+    return c["device"] in ("cpu", "fake")
 
 
 _ADVERTISED = "tcp://HOST:PORT"
 _U32 = (1 << 32) - 1  # block ids travel as u32
 _LEASE_NS = 30 * 10**9
 
+node_name = values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")
+
 SETTINGS: tuple[Setting, ...] = (
     Setting("role", "Node", "ROLE", values.choice("prefill", "decode", "both"), "both",
             "prefill, decode or both: what this node does."),
-    Setting("name", "Node", "NAME", values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -"),
-            _name, "The node's name, unlike any other's.", "the role and four random hex digits"),
+    Setting("name", "Node", "NAME", node_name, _name,
+            "The node's name, unlike any other's.", "the role and four random hex digits"),
     Setting("run_dir", "Node", "DIR", str, lambda c, host: host.run_dir,
             "Where the node makes a private folder for its sockets.", "$XDG_RUNTIME_DIR or /tmp"),
     Setting("listen", "Bus", _ADVERTISED, values.address(free_port=True), "tcp://127.0.0.1:7400",
@@ -206,8 +209,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", "Model", "MODEL", str, _model,
             f"A Hugging Face folder, a GGUF file, or {DEMO_MODEL}."),
     Setting("model_id", "Model", "ID", str, "", "Names the weights instead of their fingerprint."),
-    Setting("device", "Model", "DEVICE", values.text(r"cpu|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N or xpu:N"),
-            "cpu", "cpu, cuda, xpu, or one of several: cuda:1."),
+    Setting("device", "Model", "DEVICE",
+            values.text(r"cpu|fake|(cuda|xpu)(:\d+)?", "cpu, cuda, xpu, cuda:N, xpu:N or fake"), "cpu",
+            "cpu, cuda, xpu, or one of several: cuda:1. fake: one that tries host staging."),
     Setting("tp", "Model", "N", values.whole(1, 128), 1,
             "Ranks of tensor parallelism: a worker and a mover for each."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
@@ -224,6 +228,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Prefill without sampler and output head; the decode node recomputes the last position."),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
+    Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"), "device",
+            "Where NIXL reads and writes KV. device: where it is computed; cpu: in a mirror in host memory, as large."),
     Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
             "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
     Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
@@ -381,6 +387,7 @@ def _check(c: Chosen, given: _Given, host: Host) -> None:
     """What no setting can be judged by alone."""
     _check_bus(c, given)
     _check_http(c, given)
+    _check_device(c, given)
     _check_model(c, given)
     _check_sizes(c, given)
     _check_timers(c, given)
@@ -391,7 +398,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
     listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
     for name, bound in (("listen", listen), ("events", events)):
         if not is_loopback(bound.host) and not c["insecure"]:
-            raise given.error(_not_insecure(str(bound), bound.host), name, "listen")
+            raise given.error(not_insecure(str(bound), bound.host), name, "listen")
     if is_wildcard(listen.host) and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
         raise given.error(problem, "listen")
@@ -406,7 +413,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
         raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
 
-def _not_insecure(where: str, host: str) -> str:
+def not_insecure(where: str, host: str) -> str:
     unknown = "" if is_wildcard(host) else unknown_host(host)
     if unknown:
         return f"{where}: {host} is not known here: {unknown}"
@@ -416,9 +423,14 @@ def _not_insecure(where: str, host: str) -> str:
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
     if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
-        raise given.error(_not_insecure(c["http_host"], c["http_host"]), "http_host")
+        raise given.error(not_insecure(c["http_host"], c["http_host"]), "http_host")
     if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
         raise given.error(f"port {port} is the bus's: give another one", "http_port")
+
+
+def _check_device(c: Chosen, given: _Given) -> None:
+    if c["device"] == "fake" and c["kv_buffer_device"] == "device":
+        raise given.error("NIXL cannot address the memory of fake: give --kv-buffer-device cpu", "device")
 
 
 def _check_model(c: Chosen, given: _Given) -> None:
@@ -430,7 +442,7 @@ def _check_model(c: Chosen, given: _Given) -> None:
         raise given.error(f"is needed: {wanted}", "model")
     if model != DEMO_MODEL and not os.path.exists(model):
         raise given.error(f"there is no {model}; {wanted}", "model")
-    if c["weights"] == "fp16" and (c["device"], c["dtype"]) != ("cpu", "float32"):
+    if c["weights"] == "fp16" and not (_is_cpu(c) and c["dtype"] == "float32"):
         raise given.error("fp16 needs --device cpu and --dtype float32, whose products it is for", "weights")
 
 

@@ -65,7 +65,7 @@ def run_node(config: NodeConfig) -> int:
 
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
-    check_available(setup.geometry.tp * setup.slab_bytes)
+    check_available(setup.geometry.tp * (setup.slab_bytes + setup.device_bytes))
     slabs = [Slab.create(setup.slab_bytes) for _ in range(setup.geometry.tp)]
     directory = RunDirectory(config.run_dir)
     try:
@@ -294,6 +294,8 @@ class Control:
                 self._step_done(message)
             case ipc.KvDigested():
                 self._digested(message)
+            case ipc.Copied(copy=copy, bytes=size, copy_ns=copy_ns, in_step=in_step):
+                self.post(ev.CopyEnded(copy=copy, bytes=size, copy_ns=copy_ns, in_step=in_step))
             case ipc.WorkerAlive():
                 self.intake.probed("worker", message.probe)
             case ipc.WorkerFailed() if self.core.worker_up:
@@ -491,6 +493,7 @@ _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.RemovePeer: Control._remove_peer,
     ev.StartRead: Control._start_read,
     ev.CheckKv: Control._check_kv,
+    ev.StartCopy: lambda c, e: c.worker.send(ipc.Copy(copy=e.copy, way=e.way, blocks=pack_u32(e.blocks))),
     ev.AdvertiseLeases: Control._advertise,
     ev.RestartMover: Control._restart_mover,
     ev.RestartWorker: Control._restart_worker,

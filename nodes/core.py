@@ -30,6 +30,7 @@ from pdbus.bus.messages import (
 )
 from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
+from pdbus.connector import staging as st
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
 from pdbus.connector.pool import BlockPool
@@ -84,7 +85,14 @@ class NodeCore:
         self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
         self.checks = KvChecks()
-        self.prefills = Prefills(self.offers, self.scheduler, skip_sampling=config.skip_sampling)
+        self.staging = st.Staging(self.pool)
+        self.prefills = Prefills(
+            self.offers,
+            self.scheduler,
+            block_size=config.block_size,
+            skip_sampling=config.skip_sampling,
+            stage=self._stage if config.handoff.staged else None,
+        )
         self.peers = Peers(membership, reads=config.decodes)
         self.requests = Requests(
             self.pool,
@@ -143,7 +151,7 @@ class NodeCore:
             out.append(ev.RunStep(step=self.scheduler.step, rows=tuple(plan.rows)))
 
     def _idle(self) -> bool:
-        return len(self.requests) == 0 and self.offers.held() == 0 and not self._reads
+        return len(self.requests) == 0 and self.offers.held() == 0 and not self._reads and not self.staging
 
     # ------------------------------------------------------------ messages
 
@@ -275,9 +283,19 @@ class NodeCore:
             case ho.ReadsFinished():
                 self.requests.claimed(effect.request, now)
             case ho.Fetched():
-                out += self.peers.fetched(effect.request, self.requests.fetched(effect.request, now))
+                self._fetched(effect.request, now, out)
             case ho.AttemptFailed():
                 self._attempt_failed(effect, now, out)
+
+    def _fetched(self, request: bytes, now: int, out: list[ev.NodeEffect]) -> None:
+        r = self.requests.get(request)
+        assert r is not None
+        out += self.peers.fetched(request, r.node)
+        if not self.config.handoff.staged:
+            self.requests.fetched(request, now)
+            return
+        up = self.requests.fetched_into_mirror(request, now)
+        out += self._stage(up, now) if self.worker_up else []
 
     def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
         """Without a mover nobody would ever report it: `_serve` ends it."""
@@ -306,6 +324,23 @@ class NodeCore:
         data: dict[str, object] = {"attempt": failed.attempt, "node": failed.node, "cause": failed.cause}
         out.append(_request_event("attempt.failed", failed.request, **data))
 
+    # ------------------------------------------------------------ staging
+
+    def _stage(self, event: st.StagingEvent, now: int) -> list[ev.NodeEffect]:
+        out: list[ev.NodeEffect] = []
+        for effect in self.staging.handle(event, now):
+            match effect:
+                case st.StartCopy(copy=copy, way=way, blocks=blocks, request=request):
+                    out.append(ev.StartCopy(copy=copy, way=way, blocks=blocks, request=request))
+                case st.StagedDown(chunk=chunk):
+                    out += self.prefills.handle(chunk, now)
+                case st.StagedUp(request=request):
+                    self.requests.staged(request)
+        return out
+
+    def _copy_ended(self, event: ev.CopyEnded, now: int, out: list[ev.NodeEffect]) -> None:
+        out += self._stage(st.CopyEnded(copy=event.copy, bytes=event.bytes, in_step=event.in_step), now)
+
     # ------------------------------------------------------------ worker
 
     def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
@@ -325,8 +360,10 @@ class NodeCore:
         out += self.prefills.step_ended(now)
 
     def _worker_came(self, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:
-        """A new worker knows no sequence: it is told of every request's."""
+        """A new worker knows no sequence: it is told of every request's, and to copy up what waits in the mirror."""
         self.worker_up = True
+        for up in self.requests.staging():
+            out += self._stage(up, now)
         self._announce(now, out)
         out += [ev.OpenSequence(seq=r.seq, sampling=r.sampling, request=r.request) for r in self.requests.all()]
         out += self.checks.all()
@@ -335,7 +372,10 @@ class NodeCore:
         """Its step counts for nothing. Leases end before anything else; what ran here is computed again."""
         self.worker_up = False
         in_step = self.scheduler.abandon_step()
+        out += self._stage(st.CopierGone(), now)
         self._raise_epoch(now, out, pool_reset=True)
+        if self.config.handoff.staged:
+            self._fetch(ho.PrefixesLost(), now, out)
         out += self.prefills.step_ended(now)
         self._ended(self.requests.worker_lost(in_step, now), now, out)
         out.append(ev.RestartWorker())
@@ -487,6 +527,7 @@ _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
     ev.ReadEnded: NodeCore._read_ended,
     ev.ReadDoubtful: NodeCore._read_doubtful,
     ev.KvChecked: NodeCore._kv_checked,
+    ev.CopyEnded: NodeCore._copy_ended,
     ev.LinkOpened: NodeCore._of_membership,
     ev.LinkFailed: NodeCore._of_membership,
     ev.LinkLost: NodeCore._of_membership,

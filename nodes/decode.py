@@ -4,9 +4,11 @@ Theory of operation.
 
     waiting   --blocks, and a prefill node to ask-->            fetching
     waiting   --blocks, none to ask or nothing to transfer-->   running (its prompt is computed here)
-    fetching  --fetched-->                                      running
+    fetching  --fetched-->                                      running, or, with a mirror to copy it from, staging
+    staging   --staged up-->                                    running
     fetching  --attempt failed-->                               waiting (for other blocks, another node or none)
     running   --preempted, worker lost-->                       waiting (computed again here, no second transfer)
+    staging   --worker lost, and the prompt's beginning-->      waiting (likewise)
     any       --last token, cancel, deadline, problem-->        ended
 
 `waiting` is served strictly by age and only its head is looked at, so a step costs the same however long it is.
@@ -26,6 +28,7 @@ from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared
 from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
 from pdbus.connector.pool import BlockPool
+from pdbus.connector.staging import StageUp
 from pdbus.connector.timers import Timers
 
 from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect, TakeFirstToken
@@ -38,6 +41,7 @@ WORKER_LOSSES_MAX = 2
 class State(StrEnum):
     WAITING = "waiting"
     FETCHING = "fetching"
+    STAGING = "staging"
     RUNNING = "running"
     ENDED = "ended"
 
@@ -67,8 +71,9 @@ class Request:
     credit: int
     marks: Marks
     state: State = State.WAITING
-    blocks: tuple[int, ...] = ()  # while fetching; a running one's are its sequence's
+    blocks: tuple[int, ...] = ()  # while fetching or staging; a running one's are its sequence's
     cached_tokens: int = 0
+    have: int = 0  # tokens that were here before its last attempt
     attempts: int = 0
     tried: tuple[str, ...] = ()
     local_only: bool = False  # for good: it has run here, or no attempt is left
@@ -189,6 +194,7 @@ class Requests:
     def _fetch(self, r: Request, source: Source, have: int) -> FetchAsked:
         self._enter(r, State.FETCHING, source.node)
         r.attempts += 1
+        r.have = have
         r.tried += (source.node,)
         return FetchAsked(
             request=r.request,
@@ -229,13 +235,32 @@ class Requests:
 
     # ------------------------------------------------------------ the hand-off's word
 
-    def fetched(self, request: bytes, now: int) -> str:
-        """Valid: all of the prompt's KV is here. Without a first token its last position is computed again. Returns who
-        prefilled."""
+    def fetched(self, request: bytes, now: int) -> None:
+        """Valid: all of the prompt's KV is here. Without a first token its last position is computed again."""
         r = self._requests[request]
         r.marks.confirmed = now
         self._run(r, r.prompt_tokens)
-        return r.node
+
+    def fetched_into_mirror(self, request: bytes, now: int) -> StageUp:
+        """Valid, but no step can compute upon it where it is."""
+        r = self._requests[request]
+        r.marks.confirmed = now
+        self._enter(r, State.STAGING, r.node)
+        return self._stage_up(r)
+
+    def staging(self) -> list[StageUp]:
+        """What is in the mirror alone."""
+        return [self._stage_up(r) for r in self.all() if r.state is State.STAGING]
+
+    def _stage_up(self, r: Request) -> StageUp:
+        size = self._pool.block_size
+        return StageUp(request=r.request, blocks=r.blocks[r.have // size : -(-r.prompt_tokens // size)])
+
+    def staged(self, request: bytes) -> None:
+        """On the device, where it can be computed upon. A request that has left meanwhile needs it no more."""
+        r = self._requests.get(request)
+        if r is not None and r.state is State.STAGING:
+            self._run(r, r.prompt_tokens)
 
     def attempt_failed(self, failed: AttemptFailed) -> None:
         """Back to waiting, for other blocks: the old ones may still be written to by reads in flight."""
@@ -299,7 +324,8 @@ class Requests:
         self._wait(r, r.node)
 
     def worker_lost(self, in_step: Collection[int], now: int) -> list[NodeEffect]:
-        """The sequences that ran are computed again; what is being fetched stays, for the KV outlives a worker.
+        """The sequences that ran are computed again; what is being fetched stays, for the slab outlives a worker. So
+        does what was to be staged, unless its beginning was on the device.
 
         One that was in the step (`in_step`) both times may be what ends workers, and is ended itself.
         """
@@ -311,8 +337,9 @@ class Requests:
                 effects += self.end(r, "error", now, code="engine", problem=lost)
                 continue
             sequence = self._scheduler.remove(r.seq)
-            if sequence is not None:
-                self._pool.drop(sequence.blocks, Holder.HELD)
+            if sequence is not None or (r.state is State.STAGING and r.have):
+                self._pool.drop(sequence.blocks if sequence else r.blocks, Holder.HELD)
+                r.blocks, r.local_only = (), True
                 self._wait(r, r.node)
         return effects
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from pdbus.bus.messages import Agent, Geometry, Message, Sampling, Timeline, TryId
 from pdbus.bus.wire import Declared, Header
 from pdbus.connector.ipc import StepRow
+from pdbus.connector.staging import Way
 
 M_co = TypeVar("M_co", bound=Message, covariant=True)  # so that a recording is read back with its message typed
 
@@ -130,6 +131,16 @@ class KvChecked(NodeEvent):
     request: bytes
     attempt: int
     problem: str = ""
+
+
+class CopyEnded(NodeEvent):
+    """The fence behind a copy between device and mirror has been passed: all its bytes are in place. `in_step`: a
+    forward step was running then."""
+
+    copy: int
+    bytes: int = 0
+    copy_ns: int = 0
+    in_step: bool = False
 
 
 class LinkOpened(NodeEvent):
@@ -293,6 +304,16 @@ class CheckKv(NodeEffect):
     end: int
     size: int
     digests: bytes
+
+
+class StartCopy(NodeEffect):
+    """Copy these blocks beside the steps, after all copies before: `way` down, from the device into its mirror, or up.
+    Answered by CopyEnded. `request` tells people whose copy it is."""
+
+    copy: int
+    way: Way
+    blocks: tuple[int, ...]
+    request: bytes = b""
 
 
 class AdvertiseLeases(NodeEffect):

@@ -30,6 +30,7 @@ def core_config(c: NodeConfig, s: Setup, incarnation: bytes) -> CoreConfig:
             lease_ns=c.lease_ns,
             renew_ns=c.renew_ns,
             claim_ns=c.claim_ns,
+            staged=c.kv_buffer_device == "cpu",
             digest_layers=s.geometry.layers if c.kv_digest == "on" else 0,
         ),
     )

@@ -34,11 +34,12 @@ def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
         },
         "leases": core.offers.held(),
         "reads": len(core.fetches.transfers),
+        "copies": len(core.staging),
         "requests": len(core.requests),
         "sequences": len(list(core.scheduler.sequences())),
     }
     clean = counts.free + counts.cached == counts.total and not any(
-        table[k] for k in ("leases", "reads", "requests", "sequences")
+        table[k] for k in ("leases", "reads", "copies", "requests", "sequences")
     )
     return clean, table
 
@@ -182,6 +183,10 @@ def metrics(core: NodeCore, counters: dict[str, int], now: int) -> dict[str, flo
         "requests_preempted_total": core.requests.counters["preempted"],
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
         "agent_epoch": core.epoch,
+        "kv_copies_open": len(core.staging),
+        "kv_copies_total": core.staging.counters["copies"],
+        "kv_copies_in_step_total": core.staging.counters["in_step"],
+        "kv_copied_bytes_total": core.staging.counters["bytes"],
         "kv_digests_right_total": core.fetches.counters["digest.right"],
         "kv_digests_wrong_total": core.fetches.counters["digest.wrong"],
         **{f"bus_{name}_total": count for name, count in counters.items()},

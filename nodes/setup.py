@@ -25,6 +25,7 @@ class Setup(Declared):
     vocab_size: int
     blocks: int
     slab_bytes: int  # of a rank: its KV and, if it reads any, scratch where what lies in another order is permuted
+    device_bytes: int = 0  # of a rank: its KV once more, where the slab is but a mirror of it
 
 
 def set_up(config: NodeConfig) -> Setup:
@@ -32,7 +33,7 @@ def set_up(config: NodeConfig) -> Setup:
 
     First whether a node can compute here at all: it must not be after a download that the user learns that not.
     """
-    if config.device != "cpu":
+    if config.device not in ("cpu", "fake"):
         raise ConfigError("--device", f"{config.device!r} is not supported in this version; give cpu")
     need_node("--engine", config.engine)
     return _coded(config) if config.engine == "coded" else _torch(config)
@@ -50,6 +51,7 @@ def _coded(config: NodeConfig) -> Setup:
         vocab_size=config.coded_vocab,
         blocks=blocks,
         slab_bytes=_slab_bytes(config, geometry, blocks),
+        device_bytes=_device_bytes(config, geometry, blocks),
     )
 
 
@@ -76,6 +78,7 @@ def _torch(config: NodeConfig) -> Setup:
         vocab_size=model.vocab,
         blocks=blocks,
         slab_bytes=_slab_bytes(config, geometry, blocks),
+        device_bytes=_device_bytes(config, geometry, blocks),
     )
 
 
@@ -114,6 +117,10 @@ def _blocks(config: NodeConfig, geometry: Geometry) -> int:
     return blocks
 
 
+def _device_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> int:
+    return layout_of(geometry, blocks).region_bytes if config.kv_buffer_device == "cpu" else 0
+
+
 def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int, rank: int) -> WorkerArgs:
     return WorkerArgs(
         endpoint="",
@@ -127,6 +134,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         threads=config.threads,
         cpus=config.cpus,
         device=config.device,
+        staged=config.kv_buffer_device == "cpu",
         dtype=config.dtype,
         weights=config.weights,
         deterministic=config.deterministic,

@@ -20,6 +20,10 @@ from .pieces import Pieces
 from .token_bytes import UNKNOWN, TokenBytes, token_bytes
 
 ONE_BYTE = TokenBytes(1)
+FILES = (  # of a Hugging Face folder, all that HFTokenizer reads
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "config.json",
+)  # fmt: skip
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8, or not yet, decode to
 HELD_IDS_MAX = 16  # a character has at most four bytes: a longer unfinished run is no UTF-8, and is not held for ever
 Message = Mapping[str, Any]
@@ -314,11 +318,21 @@ def _eos_ids(folder: Path, settings: dict[str, Any], id_of: Callable[[str], int 
 def _template(folder: Path, settings: dict[str, Any]) -> Callable[..., str] | None:
     """The chat template as a function of its variables; None when the model has none. Raises ConfigError."""
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("--model", f"{path} cannot be read: {e}") from None
     if isinstance(source, list):
-        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        if "default" not in named:
+            raise ConfigError(
+                "--model", f"of its chat templates, no template is named default: {', '.join(map(str, named))}"
+            )
+        source = named["default"]
     if not source:
         return None
+    if not isinstance(source, str):
+        raise ConfigError("--model", f"its chat_template must be text, not {type(source).__name__}")
     try:
         from .chat_template import compile_template
     except ImportError:

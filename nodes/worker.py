@@ -15,12 +15,15 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.errors import Closed, ConfigError, PdError
+from pdbus.bus.messages import KVLayout
 from pdbus.bus.wire import from_json, replace, unpack_u32
 from pdbus.connector.channel import ChildChannel
 from pdbus.connector.ipc import (
+    Copy,
     DigestKv,
     FromWorker,
     KvDigested,
@@ -43,12 +46,23 @@ from pdbus.connector.slab import Slab
 from pdbus.nodes.engines import Engine
 
 if TYPE_CHECKING:  # it imports numpy, whose threads start with it
+    from pdbus.nodes.copier import Copier
     from pdbus.nodes.digests import KvDigests
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEPT_FREE_BYTES = 64 << 20  # a step's largest tensors, together, stay below
 UNMAPPED_BYTES = 32 << 20  # the most that glibc takes
 ALIVE_CHECK_MS = 5_000  # how often an idle worker looks whether control still lives; the kernel tells it too
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a worker works with."""
+
+    engine: Engine
+    computed: KvDigests  # of KV where steps compute
+    read: KvDigests  # of KV where reads land
+    copier: Copier | None  # where these are two memories
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,12 +79,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
     try:
         try:
-            engine, digests = load(args, channel)
+            tools = load(args, channel)
         except ConfigError as e:
             return _failed(channel, e.problem, 2, e.setting)
         except PdError as e:
             return _failed(channel, str(e), 1)
-        serve(engine, digests, channel)
+        serve(tools, channel)
     except Closed:
         return 0
     except Exception as e:
@@ -79,19 +93,35 @@ def _run(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> int:
     return 0
 
 
-def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> tuple[Engine, KvDigests]:
+def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Tools:
     """Map the slab, make the engine, run one warm-up step, and say so."""
     began = time.monotonic_ns()
     pin(args.cpus)
     from pdbus.nodes.digests import KvDigests
 
     slab = Slab.open(args.slab_path, args.slab_bytes)
-    engine = make_engine(args, slab.memory)
+    layout = layout_of(args.geometry, args.blocks, args.rank)
+    memory, copier = device_memory(args, slab, layout, channel) if args.staged else (slab.memory, None)
+    engine = make_engine(args, memory)
+    tools = Tools(engine, KvDigests(memory, layout), KvDigests(slab.memory, layout), copier)
     keep_freed_memory()
     engine.warm_up()
     keep_what_is_loaded()
     channel.send(WorkerReady(pid=os.getpid(), vocab_size=engine.vocab_size, load_ns=time.monotonic_ns() - began))
-    return engine, KvDigests(slab.memory, layout_of(args.geometry, args.blocks, args.rank))
+    return tools
+
+
+def device_memory(
+    args: WorkerArgs, slab: Slab, layout: KVLayout, channel: ChildChannel[ToWorker]
+) -> tuple[memoryview, Copier]:
+    """Memory of the device's own, of which the slab becomes the mirror."""
+    from pdbus.nodes.copier import Copier
+    from pdbus.nodes.engines.device import device_of
+
+    device = device_of(args.device)
+    device.pin(slab.memory)
+    memory = device.allocate(layout.region_bytes)
+    return memory, Copier(device, memory, slab.memory, layout, channel.send)
 
 
 def pin(cpus: tuple[int, ...]) -> None:
@@ -130,41 +160,50 @@ def make_engine(args: WorkerArgs, memory: Any) -> Engine:
     raise ConfigError("--engine", f"{args.engine!r} is neither torch nor coded")
 
 
-def serve(engine: Engine, digests: KvDigests, channel: ChildChannel[ToWorker]) -> None:
+def serve(tools: Tools, channel: ChildChannel[ToWorker]) -> None:
     """Obey until StopWorker. Raises Closed when control has gone."""
     while True:
         for message in channel.poll(ALIVE_CHECK_MS):
             if isinstance(message, StopWorker):
                 return
-            report = obey(engine, digests, message)
+            report = obey(tools, message)
             if report is not None:
                 channel.send(report)
 
 
-def obey(engine: Engine, digests: KvDigests, message: ToWorker) -> FromWorker | None:
+def obey(tools: Tools, message: ToWorker) -> FromWorker | None:
     """Do one thing; what is to be reported of it."""
+    engine = tools.engine
     match message:
         case Step():
-            began = time.monotonic_ns()
-            rows = engine.step(message.rows)
-            if made := digests.stepped(message.rows):
-                rows = [replace(row, digests=made.get(row.seq, b"")) for row in rows]
-            return StepDone(step=message.step, rows=tuple(rows), compute_ns=time.monotonic_ns() - began)
+            return _step(tools, message)
+        case Copy():
+            assert tools.copier is not None
+            tools.copier.begin(message)
         case SeqOpen():
             prompt = unpack_u32(message.prompt)
             engine.open(message.seq, prompt, message.sampling)
             if message.digest_from >= 0:
-                digests.open(message.seq, message.digest_from, len(prompt))
+                tools.computed.open(message.seq, message.digest_from, len(prompt))
         case SeqForce():
             engine.force(message.seq, unpack_u32(message.tokens))
         case SeqClose():
             engine.close(message.seq)
-            digests.close(message.seq)
+            tools.computed.close(message.seq)
         case DigestKv(check=check, begin=begin, end=end, size=size):
-            return KvDigested(check=check, digests=digests.of(unpack_u32(message.blocks), begin, end, size))
+            return KvDigested(check=check, digests=tools.read.of(unpack_u32(message.blocks), begin, end, size))
         case ProbeWorker():
             return WorkerAlive(probe=message.probe)
     return None
+
+
+def _step(tools: Tools, step: Step) -> StepDone:
+    began = time.monotonic_ns()
+    with tools.copier.beside_step() if tools.copier else contextlib.nullcontext():
+        rows = tools.engine.step(step.rows)
+    if made := tools.computed.stepped(step.rows):
+        rows = [replace(row, digests=made.get(row.seq, b"")) for row in rows]
+    return StepDone(step=step.step, rows=tuple(rows), compute_ns=time.monotonic_ns() - began)
 
 
 def _failed(channel: ChildChannel[ToWorker], problem: str, status: int, setting: str = "") -> int:

@@ -1,74 +1,128 @@
-"""`pd bench transfer`: how fast a mover reads scattered blocks, beside one raw NIXL read and a memory copy.
+"""`pd bench transfer`: how fast a mover reads scattered blocks, beside raw NIXL and a memory copy.
 
-All three move the same number of bytes between the same two slabs, in turns, so that all see the same machine.
-Places are drawn anew every time: bytes that lie in the cache would flatter whoever reads them again.
+All move the same number of bytes between the same two slabs, in turns, so that all see the same machine; only agents
+with progress threads come last, for each of these takes a core. Places are drawn anew every time: bytes that lie in the
+cache would flatter whoever reads them again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
-import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.progress import Progress
 
 from pdbus.bus import wire
 from pdbus.bus.errors import Broken
-from pdbus.connector.apply import Runs
 from pdbus.connector.ipc import Advertise, Read, ReadEnded
-from pdbus.connector.nixl_agent import NixlAgent, RemotePeer
+from pdbus.connector.slab import Slab
 
 from .movers import LiveMover, Movers, introduce
+from .raw import DefaultOwner, RawReader, Remote
 
 BLOCK_BYTES = 262_144  # 16 tokens of a model of 8 layers with 4 KV heads of 64 channels in float32
-SIZES_BYTES = (8 << 20, 32 << 20, 64 << 20)
+SIZES_BYTES = (1 << 20, 8 << 20, 32 << 20)
 SLAB_BYTES = 256 << 20  # well beyond the caches
-ROUNDS = 15
+ROUNDS = 20
+TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+MATRIX = 512  # rows and columns of what a busy worker multiplies
 
-Result = dict[str, list[dict[str, float]]]
 
+def run(
+    sizes_bytes: Sequence[int] = SIZES_BYTES, block_bytes: int = BLOCK_BYTES, rounds: int = ROUNDS
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure each size over the transports that UCX chooses, over TCP, and beside two workers that compute.
 
-def run(sizes_bytes: Sequence[int] = SIZES_BYTES, block_bytes: int = BLOCK_BYTES, rounds: int = ROUNDS) -> Result:
-    """Measure, for each size. gbps is 10^9 bytes a second from post to terminal status, the median of `rounds`.
-
-    Sizes are rounded down to whole blocks. Raises Broken when NIXL cannot.
+    gbps is 10^9 bytes a second from post to terminal status, the median of `rounds`. `raw_nixl` is one descriptor,
+    `raw_blocks` a descriptor a block as the mover reads it, each with the better of NIXL's progress thread on and off;
+    `defaults` are blocks between two agents left at NIXL's defaults. Sizes are rounded down to whole blocks. Raises
+    Broken when NIXL cannot.
     """
-    return asyncio.run(_run(sizes_bytes, block_bytes, rounds))
+    rows: list[dict[str, Any]] = []
+    with Progress(transient=True) as bar:
+        task = bar.add_task("sizes", total=3 * len(sizes_bytes))
+        for name, condition in (("idle", nullcontext), ("tcp", over_tcp), ("busy", busy_workers)):
+            with condition():
+                measured = asyncio.run(_rows(sizes_bytes, block_bytes, rounds, lambda: bar.advance(task)))
+                rows += [{"machine": name, **row} for row in measured]
+    return {"sizes": rows}
 
 
-async def _run(sizes_bytes: Sequence[int], block_bytes: int, rounds: int) -> Result:
+async def _rows(
+    sizes_bytes: Sequence[int], block_bytes: int, rounds: int, advance: Callable[[], None]
+) -> list[dict[str, float]]:
     slab_bytes = max(SLAB_BYTES, 4 * max(sizes_bytes)) // block_bytes * block_bytes
     async with Movers() as movers:
-        owner = await movers.start(f"bench-owner-{os.getpid()}", slab_bytes, block_bytes)
-        reader = await movers.start(f"bench-reader-{os.getpid()}", slab_bytes, block_bytes)
+        owner = await movers.start(f"bench-owner-{os.getpid()}-{time.monotonic_ns()}", slab_bytes, block_bytes)
+        reader = await movers.start(f"bench-reader-{os.getpid()}-{time.monotonic_ns()}", slab_bytes, block_bytes)
         await introduce(owner, reader)
         owner.say(Advertise(leases=1))
         for slab in (owner.slab, reader.slab):
             slab.populate(slab.size_bytes)
-        return {"sizes": [await _measure(owner, reader, size, block_bytes, rounds) for size in sizes_bytes]}
+        sizes = [max(1, size // block_bytes) * block_bytes for size in sizes_bytes]
+        took = [await _in_turns(owner, reader, size, rounds) for size in sizes]
+        rows = []
+        for size, quiet in zip(sizes, took, strict=True):
+            pieces = size // block_bytes
+            one, blocks = _with_thread(_remote(owner), reader.slab, size, pieces, rounds)
+            with DefaultOwner(owner.slab) as there:
+                _, default = _with_thread(there.remote, reader.slab, size, pieces, rounds)
+            rows.append(_row(size, quiet, min(quiet.one, one), min(quiet.blocks, blocks), default))
+            advance()
+    return rows
 
 
-async def _measure(owner: LiveMover, reader: LiveMover, size: int, block_bytes: int, rounds: int) -> dict[str, float]:
-    count = max(1, size // block_bytes)
-    size = count * block_bytes
-    raw = RawReader(owner, reader, size)
-    ours, theirs, copies = [], [], []
-    for number in range(rounds):
-        ours.append(await read_scattered(owner, reader, number, count))
-        theirs.append(raw.read())
-        copies.append(_copy(owner, reader, size))
-    raw.close()
-    gbps = {name: size / statistics.median(ns) for name, ns in (("ours", ours), ("raw", theirs), ("copy", copies))}
+class Medians(NamedTuple):
+    """Of reads and copies that took turns, in ns."""
+
+    ours: float
+    one: float  # raw NIXL, one descriptor
+    blocks: float  # raw NIXL, a descriptor a block
+    copy: float
+
+
+async def _in_turns(owner: LiveMover, reader: LiveMover, size: int, rounds: int) -> Medians:
+    pieces = size // owner.geometry.block_bytes
+    took = []
+    with closing(RawReader(_remote(owner), reader.slab, size)) as raw:
+        for number in range(rounds):
+            ours = await read_scattered(owner, reader, number, pieces)
+            took.append((ours, raw.read(), raw.read(pieces), _copy(owner, reader, size)))
+    return Medians(*map(median, zip(*took, strict=True)))
+
+
+def _with_thread(remote: Remote, slab: Slab, size: int, pieces: int, rounds: int) -> tuple[float, float]:
+    """Medians of raw reads in ns: one descriptor, a descriptor a block. A progress thread takes a core, so it is there
+    for these only."""
+    with closing(RawReader(remote, slab, size, progress_thread=True)) as raw:
+        took = [(raw.read(), raw.read(pieces)) for _ in range(rounds)]
+    one, blocks = map(median, zip(*took, strict=True))
+    return one, blocks
+
+
+def _remote(owner: LiveMover) -> Remote:
+    return Remote(owner.agent_name, owner.ready.metadata, owner.ready.base_address, owner.ready.region_bytes)
+
+
+def _row(size: int, quiet: Medians, one: float, blocks: float, default: float) -> dict[str, float]:
     return {
         "bytes": size,
-        "gbps": gbps["ours"],
-        "raw_nixl_gbps": gbps["raw"],
-        "ratio_to_raw_nixl": gbps["ours"] / gbps["raw"],
-        "memcpy_gbps": gbps["copy"],
+        "gbps": size / quiet.ours,
+        "raw_blocks_gbps": size / blocks,
+        "raw_nixl_gbps": size / one,
+        "defaults_gbps": size / default,
+        "memcpy_gbps": size / quiet.copy,
+        "ratio_to_raw_blocks": blocks / quiet.ours,
+        "ratio_to_raw_nixl": one / quiet.ours,
+        "ratio_to_defaults": default / quiet.ours,
     }
 
 
@@ -83,41 +137,47 @@ async def read_scattered(owner: LiveMover, reader: LiveMover, number: int, count
     return ended.transfer_ns
 
 
-class RawReader:
-    """The yardstick: an agent of this process reads `size` bytes in one descriptor, asking without a pause."""
-
-    def __init__(self, owner: LiveMover, reader: LiveMover, size: int) -> None:
-        slab = reader.slab
-        self._agent = NixlAgent(f"bench-raw-{size}-{os.getpid()}", slab.address, slab.size_bytes)
-        ready = owner.ready
-        self._peer: RemotePeer = self._agent.add_peer(
-            ready.agent_name, ready.metadata, ready.base_address, ready.region_bytes
-        )
-        self._size, self._places = size, slab.size_bytes // size
-        self._wait(self._agent.make_warm_up(self._peer))
-
-    def read(self) -> int:
-        """One read between random places, in ns from post to done."""
-        source, target = (random.randrange(self._places) * self._size for _ in range(2))
-        runs = Runs(*(np.array([value], np.uint64) for value in (source, target, self._size)))
-        return self._wait(self._agent.make_read(self._peer, runs))
-
-    def _wait(self, handle: Any) -> int:
-        began = time.monotonic_ns()
-        done = self._agent.post(handle)
-        while not done:
-            done = self._agent.check(handle)
-        took = time.monotonic_ns() - began
-        self._agent.release(handle)
-        return took
-
-    def close(self) -> None:
-        self._agent.close()
-
-
 def _copy(owner: LiveMover, reader: LiveMover, size: int) -> int:
     """A plain copy between random places of the two slabs, in ns."""
     source, target = (random.randrange(owner.slab.size_bytes // size) * size for _ in range(2))
     began = time.monotonic_ns()
     reader.slab.memory[target : target + size] = owner.slab.memory[source : source + size]
     return time.monotonic_ns() - began
+
+
+# ---------------------------------------------------------------- on what machine
+
+
+@contextmanager
+def over_tcp() -> Iterator[None]:
+    """Agents that are made meanwhile, here and in children, read over TCP."""
+    before = {name: os.environ.get(name) for name in TCP}
+    os.environ.update(TCP)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def busy_workers() -> Iterator[None]:
+    """Two processes that compute all the time, as a prefill and a decode node's workers would."""
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=_compute, daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _compute() -> None:
+    a = np.ones((MATRIX, MATRIX), np.float32)
+    while True:
+        a @ a

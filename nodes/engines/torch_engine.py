@@ -112,7 +112,7 @@ class TorchEngine:
             return []
         logits = logits[: len(sampling)]
         self._check_finite(logits)
-        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt) for s in sampling]
+        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt, s.tokens) for s in sampling]
         drawn = sample(logits, draws, self._config.eos_ids)
         for sequence, result in zip(sampling, drawn, strict=True):
             sequence.tokens.append(result.token)
@@ -204,7 +204,7 @@ def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
     """The device and type to compute with. Raises ConfigError naming `--device`, `--dtype` or `--deterministic`."""
     if args.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
-    kind = args.device.partition(":")[0]
+    kind = "cpu" if args.device == "fake" else args.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ConfigError("--device", f"{args.device!r} is not supported; use cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -213,7 +213,7 @@ def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
         raise ConfigError("--deterministic", "needs --device cpu and --dtype float32")
     if kind == "cpu" and not _cpu_has(CPU_NEEDS.get(args.dtype)):
         raise ConfigError("--dtype", f"this processor computes no {args.dtype}; use float32")
-    return torch.device(args.device), DTYPES[args.dtype]
+    return torch.device("cpu" if kind == "cpu" else args.device), DTYPES[args.dtype]
 
 
 def _cpu_has(feature: str | None) -> bool:

@@ -93,6 +93,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, c.hidden)
             if c.qkv_bias:
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+        if c.qk_norm:
+            shapes |= {f"{layer}self_attn.{name}_norm.weight": (c.head_dim,) for name in ("q", "k")}
         shapes[layer + "self_attn.o_proj.weight"] = (c.hidden, q)
         shapes[layer + "mlp.gate_proj.weight"] = (c.ffn, c.hidden)
         shapes[layer + "mlp.up_proj.weight"] = (c.ffn, c.hidden)

@@ -15,7 +15,7 @@ from .fields import Fields
 from .rope import RopeConfig, read_rope
 
 LAYERS_MAX = 1024  # each layer's tensors are looked up one by one; no model has nearly as many layers
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEMO_NAME = "smollm2-135m-instruct"
 DEMO_NAMES = (DEMO_NAME, "smollm2-135m")  # served under the first, whichever was asked for
 
@@ -36,6 +36,7 @@ class ModelConfig(Declared):
     rope: RopeConfig
     tie_embeddings: bool
     qkv_bias: bool
+    qk_norm: bool  # of every head of Q and K
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
@@ -147,6 +148,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig
         rope=read_rope(fields, max_positions),
         tie_embeddings=fields.switch("tie_word_embeddings", False),
         qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
         bos_ids=_token_ids(fields, generation, "bos_token_id", vocab),
         eos_ids=_token_ids(fields, generation, "eos_token_id", vocab),
     )

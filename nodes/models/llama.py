@@ -6,7 +6,6 @@ Knows nothing of requests, block pools or sampling. Attention, and which KV rows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from pdbus.nodes.engines.attention import Attend, KVCache, Plan
 from pdbus.nodes.engines.linear import Linear
 
 from .config import ModelConfig
-from .rope import RopeConfig
+from .rotary import rotary_tables, rotate
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class LayerWeights:
     gate: Linear  # ffn; not fused with `up`: halves of rows cost more to multiply than one product saves
     up: Linear  # ffn
     down: Linear  # hidden
+    q_norm: Tensor | None  # [D], of every head before it is rotated: Qwen3's
+    k_norm: Tensor | None  # [D]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class Llama:
         self.max_positions = max_positions
         norm = weights.norm
         self._eps = norm.new_tensor(config.norm_eps, dtype=torch.float32)
-        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config.rope, config.head_dim))
-        angles = angles[:, None, :].to(device=norm.device, dtype=torch.float32)
-        self._cos, self._sin = angles.cos().to(norm.dtype), angles.sin().to(norm.dtype)
+        self._cos, self._sin = rotary_tables(config.rope, config.head_dim, max_positions, norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Tensor | None:
         """Write the KV of all rows; return logits [rows of plan.tail, vocab], None when no row wants any.
@@ -85,7 +84,9 @@ class Llama:
     ) -> Tensor:
         heads, kv_heads = self.config.heads, self.config.kv_heads
         qkv = self._heads(layer.qkv(self._norm(x, layer.input_norm)))
-        _rotate(qkv[:, : heads + kv_heads], *rotation)
+        self._norm_heads(qkv[:, :heads], layer.q_norm)
+        self._norm_heads(qkv[:, heads : heads + kv_heads], layer.k_norm)
+        rotate(qkv[:, : heads + kv_heads], *rotation)
         cache.write(index, plan.write, qkv[: plan.rows, heads:])
         return self._after_attention(index, layer, x, qkv[:, :heads], qkv[:, heads:], plan.body, cache)
 
@@ -93,13 +94,16 @@ class Llama:
         index, layer = self.config.layers - 1, self.weights.last
         normed = self._norm(x, layer.input_norm)
         kv = self._heads(layer.kv(normed))
-        _rotate(kv[:, : self.config.kv_heads], *rotation)
+        keys = kv[:, : self.config.kv_heads]
+        self._norm_heads(keys, layer.k_norm)
+        rotate(keys, *rotation)
         cache.write(index, plan.write, kv[: plan.rows])
         if not plan.tail:
             return None
         cos, sin = (table.index_select(0, plan.tail_rows) for table in rotation)
         q = self._heads(layer.q(normed.index_select(0, plan.tail_rows)))
-        _rotate(q, cos, sin)
+        self._norm_heads(q, layer.q_norm)
+        rotate(q, cos, sin)
         return self._after_attention(index, layer, x.index_select(0, plan.tail_rows), q, kv, plan.tail, cache)
 
     def _after_attention(
@@ -118,28 +122,12 @@ class Llama:
         """[T, n * D] as [T, n, D]."""
         return rows.view(rows.shape[0], -1, self.config.head_dim)
 
+    def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> None:
+        """In place, each head of [T, n, D] by itself."""
+        if weight is not None:
+            heads.copy_(self._norm(heads, weight))
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary encoding in place: heads [T, n, D] by the angles of [T, 1, D/2]."""
-    first, second = heads.chunk(2, -1)
-    turned = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(turned)
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32, scaled as the configuration says (the llama3 rule: Llama 3.1's rope scaling)."""
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind != "llama3":
-        return frequencies
-    turns = rope.original_positions * frequencies / (2 * math.pi)  # within the original context
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / rope.factor + blend * frequencies

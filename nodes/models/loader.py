@@ -60,12 +60,12 @@ def load_weights(
 
 
 def _body_layer(source: _Source, index: int, config: ModelConfig) -> BodyLayer:
-    return BodyLayer(qkv=_projection(source, index, "qkv", config), **_common(source, index))
+    return BodyLayer(qkv=_projection(source, index, "qkv", config), **_common(source, index, config))
 
 
 def _last_layer(source: _Source, index: int, config: ModelConfig) -> LastLayer:
     q, kv = (_projection(source, index, names, config) for names in ("q", "kv"))
-    return LastLayer(q=q, kv=kv, **_common(source, index))
+    return LastLayer(q=q, kv=kv, **_common(source, index, config))
 
 
 def _projection(source: _Source, index: int, names: str, config: ModelConfig) -> Linear:
@@ -73,8 +73,9 @@ def _projection(source: _Source, index: int, names: str, config: ModelConfig) ->
     return source.linear(prefix, names, "_proj.weight", "_proj.bias" if config.qkv_bias else "")
 
 
-def _common(source: _Source, index: int) -> dict[str, Any]:
+def _common(source: _Source, index: int, config: ModelConfig) -> dict[str, Any]:
     layer = f"model.layers.{index}."
+    norms = [source.get(f"{layer}self_attn.{x}_norm.weight") if config.qk_norm else None for x in ("q", "k")]
     return {
         "input_norm": source.get(layer + "input_layernorm.weight"),
         "out": source.linear(layer, ["self_attn.o_proj.weight"]),
@@ -82,6 +83,8 @@ def _common(source: _Source, index: int) -> dict[str, Any]:
         "gate": source.linear(layer, ["mlp.gate_proj.weight"]),
         "up": source.linear(layer, ["mlp.up_proj.weight"]),
         "down": source.linear(layer, ["mlp.down_proj.weight"]),
+        "q_norm": norms[0],
+        "k_norm": norms[1],
     }
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.wire import Declared
 
 from .fields import Fields
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 TABLES = ("rope_scaling", "rope_parameters")  # the first of them that says anything holds, as in transformers
 
 
 class RopeConfig(Declared):
-    """Rotary position encoding. `kind` linear divides positions by `factor`; llama3 only the slow frequencies."""
+    """Rotary position encoding. `kind` linear divides positions by `factor`; llama3 only the slow frequencies, and yarn
+    too, which also multiplies what is rotated by `attention_factor`."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -20,6 +23,10 @@ class RopeConfig(Declared):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0  # turns within the original context: from so many on a frequency stays as it is
+    beta_slow: float = 1.0  # up to so many it is divided
+    truncate: bool = True  # these bounds to whole channels
+    attention_factor: float = 1.0
 
 
 def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
@@ -41,6 +48,8 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=rope.real("factor"))
+    if kind == "yarn":
+        return _yarn(rope, theta, max_positions)
     low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
     if low >= high:
         raise rope.error("high_freq_factor", f"is {high:g}, but must be more than low_freq_factor, {low:g}")
@@ -52,6 +61,30 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
         high_freq_factor=high,
         original_positions=rope.whole("original_max_position_embeddings", max_positions),
     )
+
+
+def _yarn(rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071), with DeepSeek's `mscale` and `mscale_all_dim`."""
+    original = rope.whole("original_max_position_embeddings", max_positions)
+    factor = rope.real("factor", max_positions / original)
+    if "mscale" in rope and "mscale_all_dim" in rope:
+        attention_factor = _mscale(factor, rope.real("mscale")) / _mscale(factor, rope.real("mscale_all_dim"))
+    else:
+        attention_factor = _mscale(factor, 1.0)
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_positions=original,
+        beta_fast=rope.real("beta_fast", 32.0),
+        beta_slow=rope.real("beta_slow", 1.0),
+        truncate=rope.switch("truncate", True),
+        attention_factor=rope.real("attention_factor", attention_factor),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _kind(table: Fields) -> str:

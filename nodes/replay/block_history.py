@@ -23,6 +23,7 @@ class BlockHistory:
         self._names: dict[int, str] = {}  # of sequences
         self._tables: dict[int, list[int]] = {}
         self._reads: dict[int, str] = {}
+        self._copies: dict[int, str] = {}
         self._announced: dict[Any, None] = {}
         self._size, following = opened(recording)
         for turn in following:
@@ -43,6 +44,11 @@ class BlockHistory:
             case ev.ReadEnded(read=read) if read in self._reads:
                 brought = self._reads.pop(read)
                 self._tell(f"read {read} ends", value.problem or f"{brought} is there")
+            case ev.StartCopy(copy=copy, way=way, blocks=blocks) if self._block in blocks:
+                self._copies[copy] = f"copy {copy} {way}"
+                self._tell(f"{self._copies[copy]} begins", f"request {value.request.hex()}")
+            case ev.CopyEnded(copy=copy) if copy in self._copies:
+                self._tell(f"{self._copies.pop(copy)} ends", f"{value.bytes:,} bytes in all")
             case ev.MoverLost() if self._reads:
                 self._tell("the mover is gone", "and what it was reading with it")
                 self._reads.clear()

@@ -57,12 +57,19 @@ class Blocks:
     """One node's. Maps hold only what is not empty."""
 
     size: int  # tokens
-    content: dict[int, Content] = field(default_factory=dict)
+    staged: bool = False  # reads begin and land in a mirror
+    content: dict[int, Content] = field(default_factory=dict)  # where steps compute
+    mirror: dict[int, Content] = field(default_factory=dict)  # where reads begin and land; without staging the same
+    copying: dict[int, int] = field(default_factory=dict)  # the copy that reads or writes it
     users: dict[int, dict[int, None]] = field(default_factory=dict)  # sequences whose tables name it
     writing: dict[int, int] = field(default_factory=dict)  # in the step that is out: whose
     reading: dict[int, int] = field(default_factory=dict)  # the read that may still write it
     advertised: dict[int, int] = field(default_factory=dict)  # how many held leases announce it
     sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.staged:
+            self.mirror = self.content
 
     def attach(self, seq: int, s: Sequence, blocks: list[int]) -> None:
         s.table += blocks

@@ -88,9 +88,9 @@ class OfferCheck(Check):
     def _check(self, turn: Turn, offer: Offer, index: int, block: int) -> None:
         blocks = self._blocks
         whole = (index + 1) * blocks.size <= offer.tokens
-        stands = blocks.content.get(block)
+        stands = blocks.mirror.get(block)
         if stands != (offer.hashes[index] if whole else Own(offer.seq)):
             what = f"{offer.name} announces block {block} as block {index} of its prompt"
             self.report(turn, RULE, f"{what}, but there is {describe(stands)}")
-        if block in blocks.writing or block in blocks.reading:
+        if block in blocks.writing or block in blocks.reading or block in blocks.copying:
             self.report(turn, RULE, f"{offer.name} announces block {block}, which is still being written")

@@ -167,12 +167,14 @@ class ReadCheck(Check):
                 self.report(turn, NOT_GIVEN, f"{into}, which read {blocks.reading[block]} may still write")
             if block in blocks.writing:
                 self.report(turn, NOT_GIVEN, f"{into}, which the step that runs writes")
+            if block in blocks.copying:
+                self.report(turn, NOT_GIVEN, f"{into}, which copy {blocks.copying[block]} may still read or write")
             if block in blocks.advertised:
                 self.report(turn, NOT_GIVEN, f"{into}, which a held lease announces")
             if block in blocks.users:
                 blocks.taken(block, None, f"read {effect.read} of {attempt.name} writes (block {block})")
             blocks.reading[block] = effect.read
-            blocks.content[block] = None
+            blocks.mirror[block] = blocks.content[block] = None
 
     def _read_ended(self, turn: Turn, event: ev.ReadEnded) -> None:
         found = self._close(event.read)
@@ -181,7 +183,7 @@ class ReadCheck(Check):
         attempt = found.attempt
         for index, block in enumerate(found.target, found.first):
             if not event.problem:
-                self._blocks.content[block] = Read(event.read)
+                self._blocks.mirror[block] = Read(event.read)
                 attempt.brought[block] = index
 
     def _close(self, read: int) -> OpenRead | None:
@@ -235,9 +237,9 @@ class ReadCheck(Check):
             return
         self._facts.confirmed.append(Confirmed(message.lease, message.try_, turn.sequence, turn.now_ns))
         for block, index in attempt.brought.items():
-            if isinstance(self._blocks.content.get(block), Read):
+            if isinstance(self._blocks.mirror.get(block), Read):
                 whole = (index + 1) * self._blocks.size <= attempt.prompt_tokens
-                self._blocks.content[block] = attempt.hashes[index] if whole else Part(message.try_.request)
+                self._blocks.mirror[block] = attempt.hashes[index] if whole else Part(message.try_.request)
 
 
 def _blocks(read: ev.StartRead, size: int) -> int:

@@ -121,7 +121,11 @@ class StepCheck(Check):
                 self.report(turn, NOT_GIVEN, f"{s.prompt.name} writes block {block}, which read {read} may write")
             if block in blocks.advertised:
                 self.report(turn, NOT_GIVEN, f"{s.prompt.name} writes block {block}, which a held lease announces")
+            if block in blocks.copying:
+                copy = blocks.copying[block]
+                self.report(turn, NOT_GIVEN, f"{s.prompt.name} writes block {block}, which copy {copy} reads or writes")
             blocks.writing[block] = row.seq
+            blocks.mirror[block] = None
             blocks.content[block] = Own(row.seq)
 
     def _step(self) -> int:

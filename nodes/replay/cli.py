@@ -92,6 +92,7 @@ def explore(
         ),
     ] = "",
     cancel: Annotated[bool, typer.Option(help="The first request may be cancelled at any moment.")] = True,
+    staged: Annotated[bool, typer.Option("--staged", help="Nodes with --kv-buffer-device cpu.")] = False,
     runs: Annotated[int, typer.Option(min=0, metavar="N", help="Random runs instead of every state.")] = 0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the first random run.")] = 1,
     states_max: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after so many states.")] = 20_000_000,
@@ -101,7 +102,7 @@ def explore(
     from .explore.command import Extent, run_explore
     from .explore.scenario import Scenario, kinds_of
 
-    scenario = Scenario(prefill, decode, requests, blocks, faults, kinds_of(kinds), cancel)
+    scenario = Scenario(prefill, decode, requests, blocks, faults, kinds_of(kinds), cancel, staged=staged)
     raise typer.Exit(run_explore(scenario, Extent(states_max, runs, seed), record))
 
 

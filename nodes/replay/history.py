@@ -70,6 +70,7 @@ class Follower:
     def __init__(self) -> None:
         self._seqs: dict[int, Subject] = {}
         self._reads: dict[int, Subject] = {}
+        self._copies: dict[int, Subject] = {}
         self._attempts: dict[bytes, int] = {}
 
     def of_seq(self, seq: int) -> Subject | None:
@@ -90,6 +91,11 @@ class Follower:
             case ev.StartRead(read=read, request=request):
                 self._reads[read] = Subject(request, self._attempts.get(request, 0))
                 return [self._reads[read]]
+            case ev.StartCopy(copy=copy, request=request):
+                self._copies[copy] = Subject(request)
+                return [self._copies[copy]]
+            case ev.CopyEnded(copy=copy):
+                return self._known(self._copies.pop(copy, None))
             case ev.ReadEnded(read=read) | ev.ReadDoubtful(read=read):
                 return self._known(self._reads.get(read))
             case ev.Publish(topic="lease" | "request", data=data):

@@ -14,6 +14,7 @@ from ..report import ledger
 from .blocks import Blocks
 from .check_circuits import CircuitCheck
 from .check_clock import ClockCheck
+from .check_copies import CopyCheck
 from .check_leases import LeaseCheck
 from .check_messages import MessageCheck
 from .check_offers import OfferCheck
@@ -85,12 +86,13 @@ class Runner:
     def _prepare(self, first: CoreBegan, understood: bool) -> None:
         run, report, whole = self.run, self._violation, not self._recording.gone
         run.version = first.version
-        self._blocks = Blocks(first.core.block_size)
+        self._blocks = Blocks(first.core.block_size, first.core.handoff.staged)
         self._requests = RequestCheck(report, run.facts, whole=whole)
         self._leases = LeaseCheck(report, first, run.facts, whole=whole)
         self._reads = ReadCheck(report, self._blocks, run.facts)
+        self._copies = CopyCheck(report, self._blocks)
         self._drained = Drained(report)
-        of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks)]
+        of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks), self._copies]
         others = [self._requests, self._leases, MessageCheck(report, run.facts), CircuitCheck(report), self._drained]
         self._checks = Checks([*others, *(of_blocks if whole else ())])
         self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
@@ -189,6 +191,8 @@ class Runner:
         for read, found in self._reads.open.items():
             if not at_once:
                 self._violation(turn, NOTHING_LEFT, f"read {read} of {found.attempt.name} is open")
+        for copy in self._copies.open if not at_once else ():
+            self._violation(turn, NOTHING_LEFT, f"copy {copy} goes on")
         if self._rerun is not None:
             self._core_is_empty(turn, self._rerun.core)
 
@@ -198,7 +202,7 @@ class Runner:
         except AssertionError as e:
             self._violation(turn, "1: a block is in exactly one state", f"the pool's books disagree: {e}")
         clean, table = ledger(core)
-        if not clean and not core.scheduler.busy and not self._reads.open:
+        if not clean and not core.scheduler.busy and not self._reads.open and not self._copies.open:
             self._violation(turn, NOTHING_LEFT, f"the ledger is not clean: {table}")
 
     # ------------------------------------------------------------ findings

@@ -52,6 +52,8 @@ def test_defaults() -> None:
 def test_defaults_follow_the_device_the_batch_and_the_machine() -> None:
     on_gpu = coded(device="cuda:1")
     assert (on_gpu.block_size, on_gpu.dtype) == (64, "bfloat16")
+    made_up = coded(device="fake", kv_buffer_device="cpu")
+    assert (made_up.block_size, made_up.dtype) == (16, "float32")
     small = coded(max_batch_tokens="32")
     assert (small.prefill_chunk, small.max_running) == (32, 32)
     assert coded(cpus="1,2").threads == 2
@@ -173,6 +175,8 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"engine": "torch"}, "--model", "a folder with config.json"),
         ({"engine": "torch", "model": "/nowhere"}, "--model", "there is no /nowhere"),
         ({"device": "gpu"}, "--device", "cpu, cuda"),
+        ({"device": "fake"}, "--device", "give --kv-buffer-device cpu"),
+        ({"kv_buffer_device": "xpu"}, "--kv-buffer-device", "give device or cpu"),
         ({"dtype": "int8"}, "--dtype", "float32, bfloat16 or float16"),
         ({"weights": "int8"}, "--weights", "auto, float32 or fp16"),
         ({"weights": "fp16", "dtype": "bfloat16", "engine": "torch", "model": "/"}, "--weights", "--dtype float32"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from pdbus.connector.ipc import (
+    Copied,
     MoverAlive,
     MoverFailed,
     MoverReady,
@@ -87,6 +88,14 @@ def test_ranks_that_sample_different_tokens_have_gone_apart() -> None:
     join.hear(0, step(5))
     (done,) = join.hear(1, step(6))
     assert done.rows[0].wrong_kv == "rank 1 sampled token 6, rank 0 token 5"  # type: ignore[union-attr]
+
+
+def test_a_copy_has_ended_when_the_last_rank_has_passed_its_fence() -> None:
+    join = WorkerJoin(2)
+    assert list(join.hear(0, Copied(copy=3, bytes=64, copy_ns=5, in_step=True))) == []
+    assert list(join.hear(1, Copied(copy=3, bytes=64, copy_ns=9, in_step=False))) == [
+        Copied(copy=3, bytes=128, copy_ns=9, in_step=False)
+    ]
 
 
 def test_workers_are_ready_with_the_last() -> None:

@@ -32,6 +32,7 @@ from pdbus.nodes.recording import CoreBegan
 from pdbus.nodes.replay.blocks import Blocks
 from pdbus.nodes.replay.check_circuits import CircuitCheck
 from pdbus.nodes.replay.check_clock import ClockCheck
+from pdbus.nodes.replay.check_copies import CopyCheck
 from pdbus.nodes.replay.check_leases import LeaseCheck
 from pdbus.nodes.replay.check_offers import OfferCheck
 from pdbus.nodes.replay.check_reads import ReadCheck
@@ -54,10 +55,10 @@ HASHES = (b"one", b"two")
 class Watched:
     """All checks of one node, and what they have said: rules and texts."""
 
-    def __init__(self, life: tuple[str, bytes]) -> None:
+    def __init__(self, life: tuple[str, bytes], *, staged: bool = False) -> None:
         self.said: list[tuple[str, str]] = []
         self.facts = Facts(life)
-        self.blocks = Blocks(SIZE)
+        self.blocks = Blocks(SIZE, staged)
         core = CoreConfig(
             name=life[0], incarnation=life[1], decodes=True, blocks=9, block_size=SIZE, block_bytes=1, max_model_len=99
         )
@@ -73,6 +74,7 @@ class Watched:
                 self.reads,
                 OfferCheck(report, self.blocks),
                 CircuitCheck(report),
+                CopyCheck(report, self.blocks),
             ]
         )
         self._now = 0

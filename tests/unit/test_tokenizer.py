@@ -250,13 +250,18 @@ def test_added_tokens_count_as_vocabulary(tmp_path: Path) -> None:
         ("tokenizer_config.json", "[1]", "must hold a JSON object"),
         ("tokenizer_config.json", "{", "Expecting property name"),
         ("chat_template.jinja", "{% for %}", "its chat template is broken at line 1"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "its chat_template must be text, not int"),
+        ("tokenizer_config.json", '{"chat_template": [5]}', "no template is named default"),
     ],
 )
-def test_a_broken_folder_is_a_broken_setting(tmp_path: Path, name: str, content: str | None, problem: str) -> None:
+def test_a_broken_folder_is_a_broken_setting(
+    tmp_path: Path, name: str, content: str | bytes | None, problem: str
+) -> None:
     folder = write_folder(tmp_path, byte_level())
     (folder / name).unlink(missing_ok=True)
     if content is not None:
-        (folder / name).write_text(content)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem) as e:
         HFTokenizer(folder)
     assert e.value.setting == "--model"

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Sampling
@@ -85,9 +92,21 @@ def test_a_step_mixes_prefill_chunks_and_decodes(tiny: Loaded, reference: LlamaF
         torch.testing.assert_close(logprobs(walks[seq]), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama3"])
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn of DeepSeek": {
+        "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 20.0,
+    },
+    "yarn, whole": {
+        "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False, "attention_factor": 1.3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *ROPES])
 def test_variants_equal_transformers(tmp_path: Path, folder: Path, kind: str) -> None:
-    """Biases of Qwen2's projections, tied embeddings; Llama 3.1's scaled rotary frequencies."""
+    """Biases of Qwen2's projections, Qwen3's norms of heads, tied embeddings; scaled rotary frequencies."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 512, "initializer_range": 0.2,
@@ -95,15 +114,14 @@ def test_variants_equal_transformers(tmp_path: Path, folder: Path, kind: str) ->
     torch.manual_seed(0)
     if kind == "qwen2":
         model: torch.nn.Module = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter)
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True))
     else:
-        scaling = {
-            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        }  # fmt: skip
+        scaling = {"rope_type": kind.split()[0].strip(","), "rope_theta": 10_000.0, **ROPES[kind]}
         model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaling))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(parameter)
     model.eval().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     loaded, prompt = load(tmp_path, blocks=16), prompt_of(LENGTH, VOCAB)

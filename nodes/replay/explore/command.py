@@ -59,6 +59,7 @@ def in_words(scenario: Scenario, extent: Extent) -> str:
         f"{_count(scenario.prefill, 'prefill node')}, {_count(scenario.decode, 'decode node')}",
         f"at most {_count(scenario.faults, 'fault')}{some}",
         "the first one is cancelled at any moment, or not" if scenario.cancel else "",
+        "staged" if scenario.staged else "",
         f"{_count(extent.runs, 'random run')} from seed {extent.seed}" if extent.runs else "",
     )
     return "; ".join(part for part in parts if part)

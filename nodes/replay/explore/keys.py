@@ -14,7 +14,7 @@ from pdbus.connector.timers import Timers
 LEFT_OUT = frozenset((
     "counters", "_config", "config", "_events", "_handlers", "_choose", "marks", "granted_ns", "order", "_orders",
     "deadline_ns", "last_heard_ns", "use_until_ns", "use_since_ns", "ping_ns", "remove_ns", "due_ns", "open_ns",
-    "_load", "load", "_owner", "_pool", "_scheduler", "_offers",
+    "_load", "load", "_owner", "_pool", "_scheduler", "_offers", "_stage",
 ))  # fmt: skip
 SINCE = frozenset(("_started_ns",))  # times by key that were
 UNTIL = frozenset(("_until", "_reload_ns"))  # times by key
@@ -37,7 +37,8 @@ class Keys:
         if isinstance(value, Timers):
             return frozenset([(key, max(0, at - self._now)) for key, (at, _) in value._at.items()])
         if isinstance(value, BlockPool):
-            return tuple([tuple(counts) for counts in value._held.values()]), tuple(value._hash), tuple(value._cached)
+            held = tuple([tuple(counts) for counts in value._held.values()])
+            return held, tuple(value._hash), tuple(value._cached), frozenset(value._mirrored)
         named = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else vars(value)
         return tuple([self._named(name, item) for name, item in named.items() if name not in LEFT_OUT])
 

@@ -33,6 +33,7 @@ class Scenario(NamedTuple):
     prefill_pool: int = 0  # blocks; 0: enough for all requests
     decode_pool: int = 0
     same_prompt: bool = False  # all requests ask the same; otherwise all but the first token differs
+    staged: bool = False  # every node computes in one memory and reads in another
 
     def pool(self, decodes: bool) -> int:
         """Blocks of a node. For a decode node enough for one attempt's quarantined blocks beside each next one's."""

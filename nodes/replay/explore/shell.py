@@ -2,7 +2,8 @@
 
 Its memory is abstract: the content of a block says which token of which prompt it is, so that a step that computes on
 anything else is seen. A block that is free and not cached may be overwritten at any time, so its content counts as
-lost at once. Blocks are one token long, and every chunk is one block.
+lost at once. Blocks are one token long, and every chunk is one block. A staged node has two memories, and copies
+between them take place at the last moment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pdbus.bus.wire import Header, unpack_u32
 from pdbus.connector.handoff import HandoffConfig, Holder
 from pdbus.connector.ipc import StepRow
 from pdbus.connector.readable import unreadable
+from pdbus.connector.staging import Way
 
 from ... import events as ev
 from ...core import CoreConfig, NodeCore
@@ -45,6 +47,7 @@ CREDIT = 1024
 TOMBSTONE_NS = HandoffConfig().tombstone_ns
 HELD = -1
 REQUEST_NS = 300_000_000_000
+TAKEN = (State.RUNNING, State.STAGING)  # its KV counts as valid
 TICKS_MAX = 4  # in a row that leave a deadline in the past: more is spinning
 
 
@@ -62,7 +65,9 @@ class Shell:
         self.step: ev.RunStep | None = None
         self.tables: dict[int, list[int]] = {}  # the worker's
         self.prompts: dict[int, int] = {}  # by sequence: whose prompt
-        self.memory: dict[int, Content] = {}
+        self.memory: dict[int, Content] = {}  # where reads begin and land
+        self.device: dict[int, Content] = {} if scenario.staged else self.memory  # where steps compute
+        self.copies: list[ev.StartCopy] = []
         self.answers: dict[bytes, Answer] = {}
         self.leases: dict[tuple[Any, ...], int] = {}  # by try: when it has ended, HELD before
         self.links = 0
@@ -80,7 +85,7 @@ class Shell:
         return CoreConfig(
             name=self.name, incarnation=self.incarnation, decodes=self.decodes,
             blocks=self.scenario.pool(self.decodes), block_size=1, block_bytes=1, max_model_len=64,
-            limits=Limits(prefill_chunk=1),
+            limits=Limits(prefill_chunk=1), handoff=HandoffConfig(staged=self.scenario.staged),
         )  # fmt: skip
 
     def membership_config(self) -> MembershipConfig:
@@ -163,13 +168,28 @@ class Shell:
         self._write(read, (None,) * len(read.target))
         return self._hear(ev.ReadEnded(read=read.read, problem="remote disconnect"))
 
+    def copy_ends(self) -> Outputs:
+        """It takes place now, and the fence behind it is passed."""
+        copy = self.copies.pop(0)
+        source, target = (self.device, self.memory) if copy.way is Way.DOWN else (self.memory, self.device)
+        for block in copy.blocks:
+            if not self.core.pool.holders(block).get(Holder.IN_COPY):
+                raise Violation(f"{self.name}: a copy went {copy.way} to block {block} after it was given away")
+            target[block] = source.get(block)
+        return self._hear(ev.CopyEnded(copy=copy.copy))
+
     def worker_dies(self) -> Outputs:
-        """Whatever it was writing is garbage."""
+        """Whatever it was writing is garbage, and all of a memory of its own is lost."""
         for row in self.step.rows if self.step else ():
             for block in self._written(row):
+                self.device[block] = None
+        for copy in self.copies:
+            for block in copy.blocks if copy.way is Way.DOWN else ():
                 self.memory[block] = None
+        if self.scenario.staged:
+            self.device.clear()
         self.worker_up, self.step = False, None
-        for of_worker in (self.tables, self.prompts, self._closing):
+        for of_worker in (self.tables, self.prompts, self._closing, self.copies):
             of_worker.clear()
         return self._hear(ev.WorkerLost(problem="killed"))
 
@@ -190,6 +210,7 @@ class Shell:
         """What this node's processes can do next."""
         can = {
             "step_ends": self.step is not None,
+            "copy_ends": bool(self.copies),
             "worker_comes": self.starts_worker and not self.worker_up,
             "mover_comes": self.starts_mover and not self.mover_up,
             "mover_stops": self.stopping,
@@ -216,7 +237,8 @@ class Shell:
         return (
             self.name, self.life, self.worker_up, self.mover_up, self.stopping, self.starts_worker, self.starts_mover,
             self.mover_epoch, self.step, Keys(self.now).of(self.tables), frozenset(self.prompts.items()),
-            frozenset(self.memory.items()), Keys(self.now).of(self.answers), self.open, tuple(self._closing),
+            frozenset(self.memory.items()), frozenset(self.device.items()), tuple(self.copies),
+            Keys(self.now).of(self.answers), self.open, tuple(self._closing),
             frozenset((key, self.now - at if at != HELD else HELD) for key, at in self._remembered().items()),
             Keys(self.now).of(self.core),
         )  # fmt: skip
@@ -268,7 +290,7 @@ class Shell:
     def _check_fetched(self, event: ev.NodeEvent, request: bytes, effects: list[ev.NodeEffect]) -> None:
         """KV is taken as valid on the prefill node's word alone, and is then the right KV."""
         r = self.core.requests.get(request)
-        if r is None or r.state is not State.RUNNING or any(_is_failure(effect, request) for effect in effects):
+        if r is None or r.state not in TAKEN or any(_is_failure(effect, request) for effect in effects):
             return
         message: Any = event.message if isinstance(event, ev.MessageCame) else None
         said = isinstance(message, LeaseReleased) and message.valid
@@ -276,19 +298,18 @@ class Shell:
             raise Violation(f"{self.name}: KV was taken as valid without being confirmed")
         self._out["valid"].append(message.lease)
         sequence = self.core.scheduler.get(r.seq)
-        blocks = sequence.blocks if sequence else ()
+        blocks = sequence.blocks if sequence else r.blocks
         hashes = prompt_hashes(self.scenario, request_number(request))
         for place, (block, right) in enumerate(zip(blocks, hashes, strict=False)):
-            if self.memory.get(block) != right:
+            if place >= r.have and self.memory.get(block) != right:
                 raise Violation(f"{self.name}: KV was taken as valid with wrong bytes at position {place}")
 
     def _forget_free(self) -> None:
         pool = self.core.pool
-        self.memory = {
-            block: content
-            for block, content in self.memory.items()
-            if content is not None and (pool._holders[block] or pool._hash[block] is not None)
-        }
+        for memory in (self.memory, self.device):
+            for block, content in list(memory.items()):
+                if content is None or not (pool._holders[block] or pool._hash[block] is not None):
+                    del memory[block]
 
     # ------------------------------------------------------------ engine and mover
 
@@ -299,7 +320,7 @@ class Shell:
             right = self._right(row.seq, place)
             if place >= row.start:
                 self._put(table[place], right)
-            elif wanted and self.memory.get(table[place]) != right:
+            elif wanted and self.device.get(table[place]) != right:
                 raise Violation(f"{self.name}: a step computes on wrong KV at position {place}")
         if not row.sample:
             return ev.StepRowEnded(seq=row.seq)
@@ -312,7 +333,7 @@ class Shell:
             raise Violation(f"{self.name}: a step wrote block {block} after it was given away")
         if pool._hash[block] is not None:
             raise Violation(f"{self.name}: a step wrote block {block}, which is shared")
-        self.memory[block] = content
+        self.device[block] = content
 
     def _right(self, seq: int, place: int) -> bytes:
         hashes = prompt_hashes(self.scenario, self.prompts[seq])
@@ -405,6 +426,9 @@ class Shell:
         read = Read(self.name, e.read, owner, bytes.fromhex(incarnation), int(epoch), e.source, e.target)
         self._out["reads"].append(read)
 
+    def _start_copy(self, e: ev.StartCopy) -> None:
+        self.copies.append(e)
+
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self.mover_up:
             self.stopping = True
@@ -456,6 +480,7 @@ _CARRY_OUT: dict[type[Any], Callable[[Shell, Any], None]] = {
     ev.EndRequest: Shell._end_request,
     ev.AddPeer: Shell._add_peer,
     ev.StartRead: Shell._start_read,
+    ev.StartCopy: Shell._start_copy,
     ev.RestartMover: Shell._restart_mover,
     ev.RestartWorker: Shell._restart_worker,
     ev.Publish: Shell._publish,

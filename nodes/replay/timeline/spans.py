@@ -16,7 +16,7 @@ from ..client_run import NotUnderstood, Said, said
 from ..history import Follower, Subject, turns
 from ..turns import Turn
 
-GROUPS = ("answers", "requests", "reads", "leases", "chunks", "steps")  # in the order in which they are shown
+GROUPS = ("answers", "requests", "reads", "copies", "leases", "chunks", "steps")  # in the order in which they are shown
 NODE_EVENTS = {"node.up": "", "node.down": "fault", "node.unreachable": "fault", "node.refused": "fault"}
 
 
@@ -127,6 +127,7 @@ class _Reader:
         self._requests: dict[bytes, Bar] = {}
         self._leases: dict[tuple[Any, ...], Bar] = {}
         self._reads: dict[int, Bar] = {}
+        self._copies: dict[int, Bar] = {}
         self._steps: list[Bar] = []  # of the step that is out: its own bar and those of its chunks
         self._prompts: dict[bytes, int] = {}  # tokens of this node's own requests
         self._asked: dict[bytes, int] = {}  # the last attempt
@@ -281,6 +282,19 @@ class _Reader:
             bar.details += f", {event.bytes:,} bytes"
         self._end(bar, event.problem, failed=bool(event.problem))
 
+    def _start_copy(self, effect: ev.StartCopy) -> None:
+        name = f"copy {effect.copy} {effect.way}"
+        self._copies[effect.copy] = self._begin(
+            "copies", name, "fetch", effect.request, f"blocks {_ids(effect.blocks)}"
+        )
+
+    def _copy_ended(self, event: ev.CopyEnded) -> None:
+        bar = self._copies.pop(event.copy, None)
+        if bar is not None:
+            beside = ", ended while a step was running" if event.in_step else ""
+            bar.details += f", {event.bytes:,} bytes in {event.copy_ns / 1e6:.2f} ms{beside}"
+        self._end(bar)
+
     def _read_doubtful(self, event: ev.ReadDoubtful) -> None:
         self._mark("fault", f"read {event.read} is doubtful: {event.problem}")
 
@@ -288,9 +302,10 @@ class _Reader:
 
     def _worker_lost(self, event: ev.WorkerLost) -> None:
         self._mark("fault", f"worker lost: {event.problem}")
-        for bar in self._steps:
+        for bar in (*self._steps, *self._copies.values()):
             self._end(bar, "worker lost", failed=True)
         self._steps = []
+        self._copies.clear()
 
     def _mover_lost(self, event: ev.MoverLost) -> None:
         self._mark(
@@ -322,6 +337,8 @@ _HEARS: dict[type[Any], Callable[[_Reader, Any], None]] = {
     ev.StartRead: _Reader._start_read,
     ev.ReadEnded: _Reader._read_ended,
     ev.ReadDoubtful: _Reader._read_doubtful,
+    ev.StartCopy: _Reader._start_copy,
+    ev.CopyEnded: _Reader._copy_ended,
     ev.WorkerLost: _Reader._worker_lost,
     ev.MoverLost: _Reader._mover_lost,
     ev.WorkerUp: _marks("life", "worker up"),
