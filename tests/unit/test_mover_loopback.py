@@ -220,5 +220,5 @@ def test_a_long_read_is_made_stretch_by_stretch(monkeypatch: pytest.MonkeyPatch)
         ended = world.mover.turn()
         assert len(world.fabric.in_flight) <= SLICES_POSTED_MAX
         world.fabric.land()
-    assert ended == [ReadEnded(read=1, bytes=2_500 * BLOCK_BYTES)]
+    assert ended == [ReadEnded(read=1, bytes=2_500 * BLOCK_BYTES, posts=4, runs=2_500)]
     assert all(world.landed(block) for block in range(2_500)) and not world.landed(2_500)
