@@ -9,12 +9,13 @@ from typing import Any
 from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.generation import Generation
+from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
 from .routing import NodeView
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
-CUT_S = 1.0  # for a connection that was cut to come back, before requests without a token go elsewhere
+CUT_S = 1.0  # for a connection that was cut to come back, before requests are taken away
 
 
 class FleetNode:
@@ -47,6 +48,7 @@ class FleetNode:
         self._unanswered: dict[Generation, None] = {}  # of these, those without a token
         self._others = 0  # requests there that are not ours, at the last status
         self._sent_tokens = 0  # of prompts sent since
+        self._giving_up: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -115,15 +117,35 @@ class FleetNode:
         self._unanswered.pop(generation, None)
 
     def close(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         self.client.close()
 
     def _client_changed(self) -> None:
         self.news.set()
-        if self._unanswered and not self.client.reachable:
-            asyncio.get_running_loop().call_later(CUT_S, self._give_up)
+        if self._open and not self.client.reachable and self._giving_up is None:
+            self._giving_up = asyncio.ensure_future(self._give_up())
 
-    def _give_up(self) -> None:
-        """Those that wait for their first token need not wait until the node counts as dead."""
+    async def _give_up(self) -> None:
+        """Requests need not wait until a silent node counts as dead: not those without a token, which can go elsewhere,
+        and none at all when nobody listens there any more."""
+        await asyncio.sleep(CUT_S)
+        gone = not await _listens(self.address)
         if not self.client.reachable:
-            for generation in list(self._unanswered):
+            for generation in list(self._open if gone else self._unanswered):
                 generation.fail(Broken(f"the connection to {self.name} was cut"))
+        self._giving_up = None
+
+
+async def _listens(address: str) -> bool:
+    """Whether somebody may listen there: only a connection that is refused says no."""
+    at = parse_address(address, "address")
+    try:
+        async with asyncio.timeout(CUT_S):
+            _, writer = await asyncio.open_connection(at.host, at.port)
+        writer.close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        pass
+    return True
