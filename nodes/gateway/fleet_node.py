@@ -45,9 +45,8 @@ class FleetNode:
         self.news = asyncio.Event()  # something has changed: look at once
         self._on_change = on_change
         self._open: dict[Generation, None] = {}  # what the gateway has running there
-        self._unanswered: dict[Generation, None] = {}  # of these, those without a token
+        self._unanswered: dict[Generation, int] = {}  # of these, those without a token: what they have to compute
         self._others = 0  # requests there that are not ours, at the last status
-        self._sent_tokens = 0  # of prompts sent since
         self._giving_up: asyncio.Task[None] | None = None
 
     @property
@@ -71,7 +70,7 @@ class FleetNode:
             incarnation=self.incarnation,
             running=self._others + len(self._open),
             queued=int(metrics.get("requests_waiting", 0)),
-            queued_tokens=int(metrics.get("waiting_prefill_tokens", 0)) + self._sent_tokens,
+            queued_tokens=max(int(metrics.get("waiting_prefill_tokens", 0)), sum(self._unanswered.values())),
             free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
             block_size=int(self.status.get("block_size", 16)),
             matched_tokens=matched_tokens,
@@ -94,7 +93,6 @@ class FleetNode:
             self.name, self.incarnation, self.status = node.name, node.incarnation, status
             self.answered_s = asyncio.get_running_loop().time()
             self._others = max(0, int(status.get("metrics", {}).get("requests", 0)) - len(self._open))
-            self._sent_tokens = 0
             self._is(self._unfit(status))
 
     def _is(self, problem: str) -> None:
@@ -104,9 +102,10 @@ class FleetNode:
 
     # ------------------------------------------------------------ what runs there
 
-    def began(self, generation: Generation, prompt_tokens: int) -> None:
-        self._open[generation] = self._unanswered[generation] = None
-        self._sent_tokens += prompt_tokens
+    def began(self, generation: Generation, missing_tokens: int) -> None:
+        """`missing_tokens`: of its prompt, what this node has not cached."""
+        self._open[generation] = None
+        self._unanswered[generation] = missing_tokens
 
     def answered(self, generation: Generation) -> None:
         """Its first token has come."""
