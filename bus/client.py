@@ -11,14 +11,10 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from pdbus import __version__
-
-from .client_recorder import ClientBegan, ClientRecorder
-from .endpoint import Endpoint, Received
+from .endpoint import Received
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, RequestError
 from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, listed, sampling_of
 from .messages import (
@@ -30,6 +26,8 @@ from .messages import (
     DisconnectReply,
     Drain,
     Error,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Goodbye,
     Heartbeat,
@@ -47,6 +45,7 @@ from .messages import (
     Welcome,
 )
 from .ports import parse_address
+from .station import Station
 from .subscription import Subscription
 
 __all__ = ["Client", "Generation", "Node", "Subscription"]
@@ -55,6 +54,7 @@ M = TypeVar("M", bound=Message)
 
 HEARTBEAT_S = 1.0  # how often a silent node is asked whether it is there, while a generation is live
 SILENCE_S = 5.0  # after which it counts as gone, like a dead peer among nodes
+LAST_WORDS_MS = 100  # for a cancel to leave when the client is closed
 
 
 class Node(NamedTuple):
@@ -73,7 +73,7 @@ class Client:
     and what the node's `error` answers stand for: RequestError, Overloaded and so on. A node that was restarted is
     greeted anew by the next call.
     With `record`, a folder, all that it sends and gets is recorded there for `pd-replay`; prompts and answers only with
-    `record_tokens`.
+    `record_tokens`. Clients of several nodes may share a `station`, which records and is closed by who made it.
     """
 
     def __init__(
@@ -84,24 +84,27 @@ class Client:
         credit: int = CREDIT_TOKENS,
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
+        station: Station | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
+        """`on_change` is called whenever `reachable` may have changed."""
         self.address = _address(address)
         self.timeout_s = _seconds(timeout_s)
         self._credit = credit
-        self._record = Path(record) if record else None
-        self._record_tokens = record_tokens
-        self._recorder: ClientRecorder | None = None
-        self._endpoint: Endpoint | None = None
+        self._record, self._record_tokens = record, record_tokens
+        self._shared, self._station = station, station
+        self._on_change = on_change
         self._node: Node | None = None
+        self._cut = False  # the connection was, and the node has not been heard since
         self._greeting = asyncio.Lock()
         self._live: dict[str, Generation] = {}
         self._subscriptions: list[Subscription] = []
-        self._generations = 0
         self._heard_s = 0.0
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
-        self._endpoint = self._new_endpoint()
+        if self._shared is None:
+            self._station = Station(address=self.address, record=self._record, record_tokens=self._record_tokens)
         try:
             await self.node()
         except BaseException:
@@ -114,25 +117,28 @@ class Client:
 
     def close(self) -> None:
         """End every generation (the node is told), every subscription, and the connection."""
-        if self._endpoint is None:
+        if self._station is None or self._station.closed:
             return
         for subscription in self._subscriptions:
             subscription.close()
         self._subscriptions.clear()
         for generation in list(self._live.values()):
             self._send_cancel(generation)
-        self._drop_node(Closed("the client was closed"), linger_ms=100)
-        self._endpoint.close(linger_ms=100)
-        self._endpoint = None
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        self._drop_node(Closed("the client was closed"), linger_ms=LAST_WORDS_MS)
+        if self._shared is None:
+            self._station.close(linger_ms=LAST_WORDS_MS)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the node has been greeted, and its connection not cut since it was last heard."""
+        return self._node is not None and not self._cut
 
     async def node(self) -> Node:
         """The node at the other end, greeted if it has not been."""
         async with self._greeting:
             if self._node is None:
                 self._node = await self._greet()
+                self._changed()
             return self._node
 
     # ------------------------------------------------------------ generate
@@ -151,10 +157,8 @@ class Client:
         It starts at once. Iterate over it for its messages.Token; see Generation. Raises RequestError for what no
         node would take.
         """
-        self._generations += 1
-        message = generate_message(
-            f"{self._generations}", prompt, model, sampling_of(sampling, options), deadline_ms, self._credit
-        )
+        name = self._station.take_id() if self._station is not None else ""
+        message = generate_message(name, prompt, model, sampling_of(sampling, options), deadline_ms, self._credit)
         generation = Generation(self, message)
         self._live[message.client_id] = generation
         if self._node is not None:
@@ -189,6 +193,10 @@ class Client:
         """Every block and lease accounted for."""
         return await self._ask(Ledger(), LedgerReply)
 
+    async def tokenizer(self, part: int = 0) -> FetchTokenizerReply:
+        """One part of what turns text into the node's tokens."""
+        return await self._ask(FetchTokenizer(part=part), FetchTokenizerReply)
+
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         """Ask the node to join these bus addresses: one outcome each. Waits as long as its handshakes may take."""
         return (
@@ -219,7 +227,7 @@ class Client:
     async def ask_any(self, message: Message, reply_type: type[M]) -> tuple[bytes, M]:
         """For Subscription: an answer, and the incarnation that gave it."""
         node = await self.node()
-        received = await self._open().ask(
+        received = await self._open().endpoint.ask(
             node.link, message, (reply_type,), self.timeout_s, to=node.name, to_inc=node.incarnation
         )
         assert isinstance(received.message, reply_type)
@@ -228,49 +236,43 @@ class Client:
     async def _ask(self, message: Message, reply_type: type[M], timeout_s: float | None = None) -> M:
         node = await self.node()
         try:
-            return await self._open().request(
+            reply = await self._open().endpoint.request(
                 node.link, message, reply_type, timeout_s or self.timeout_s, to=node.name, to_inc=node.incarnation
             )
         except DeadlineExceeded as e:
             self._forget_silent(node)
             raise DeadlineExceeded(f"{self.address}: {e}") from None
+        if node is self._node:
+            self._heard()
+        return reply
 
     # ------------------------------------------------------------ the connection
 
-    def _new_endpoint(self) -> Endpoint:
-        incarnation = os.urandom(16)
-        name = f"client-{incarnation[:4].hex()}"
-        if self._record is not None:
-            began = ClientBegan(address=self.address, version=__version__, tokens=self._record_tokens)
-            self._recorder = ClientRecorder(self._record, name, incarnation, began)
-        tap = self._recorder.saw if self._recorder else None
-        return Endpoint(name, incarnation, self._on_message, on_link_lost=self._on_link_lost, tap=tap)
-
-    def _open(self) -> Endpoint:
-        if self._endpoint is None:
+    def _open(self) -> Station:
+        if self._station is None or self._station.closed:
             raise Closed("the client is not open: use it within `async with`")
-        return self._endpoint
+        return self._station
 
     async def _greet(self) -> Node:
-        endpoint = self._open()
-        link = endpoint.connect(self.address)
+        station = self._open()
+        link = station.connect(self.address, self)
         try:
-            received = await endpoint.ask(link, Hello(role="tool"), (Welcome, Refused), self.timeout_s)
+            received = await station.endpoint.ask(link, Hello(role="tool"), (Welcome, Refused), self.timeout_s)
         except DeadlineExceeded:
-            endpoint.close_link(link)
+            station.close_link(link)
             problem = f"no node answered at {self.address} within {self.timeout_s:g} s: is one listening there?"
             raise DeadlineExceeded(problem) from None
         except BaseException:
-            endpoint.close_link(link)
+            station.close_link(link)
             raise
         if isinstance(received.message, Welcome):
             return Node(link, received.header.from_, received.header.from_inc, received.message.hello)
         assert isinstance(received.message, Refused)
-        endpoint.close_link(link)
+        station.close_link(link)
         raise RequestError(f"{self.address} refused this client: {received.message.reason}", code="refused")
 
     def _send(self, node: Node, message: Message) -> int:
-        return self._open().send(node.link, message, to=node.name, to_inc=node.incarnation)
+        return self._open().endpoint.send(node.link, message, to=node.name, to_inc=node.incarnation)
 
     def _send_cancel(self, generation: Generation) -> None:
         if generation.submitted:
@@ -278,14 +280,15 @@ class Client:
 
     def _drop_node(self, problem: Exception, linger_ms: int = 0) -> None:
         """This life of the node is lost to us: end what ran there, and greet anew at the next call."""
-        node, self._node = self._node, None
+        node, self._node, self._cut = self._node, None, False
         for generation in list(self._live.values()):
             generation.fail(problem)
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        if node is not None and self._endpoint is not None:
-            self._endpoint.close_link(node.link, linger_ms=linger_ms)
+        if node is not None and self._station is not None:
+            self._station.close_link(node.link, linger_ms=linger_ms)
+        self._changed()
 
     def _forget_silent(self, node: Node) -> None:
         if node is self._node and not self._live:
@@ -293,13 +296,14 @@ class Client:
 
     # ------------------------------------------------------------ what comes
 
-    def _on_message(self, received: Received) -> None:
+    def hear(self, received: Received) -> None:
+        """For Station: what came on our link."""
         node = self._node
         if node is None or received.link != node.link or received.header.from_inc != node.incarnation:
             if isinstance(received.message, StalePeer) and node is not None and received.link == node.link:
                 self._drop_node(Broken(f"{node.name} at {self.address} was restarted"))
             return
-        self._heard_s = time.monotonic()
+        self._heard()
         match received.message:
             case Token(client_id=client_id) | Finished(client_id=client_id) | Cancelled(client_id=client_id):
                 self._on_answer(client_id, received.message)
@@ -327,14 +331,27 @@ class Client:
 
     # ------------------------------------------------------------ is it still there?
 
-    def _on_link_lost(self, link: str) -> None:
+    def link_lost(self) -> None:
+        """For Station: the connection was cut."""
         node = self._node
-        if node is None or link != node.link:
+        if node is None:
             return
         if self._live:
             self._send(node, Heartbeat(reply=True))  # whoever comes back will tell who it is
+            self._cut = True
+            self._changed()
         else:
             self._drop_node(Broken(f"the connection to {self.address} was cut"))
+
+    def _heard(self) -> None:
+        self._heard_s = time.monotonic()
+        if self._cut:
+            self._cut = False
+            self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
 
     def _look(self, due_s: float) -> None:
         """While generations are live: ask a silent node, give up one that stays silent."""

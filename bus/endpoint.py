@@ -264,7 +264,8 @@ class Endpoint:
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._waiting[link, seq] = (reply_types, future)
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of 3.11 may swallow that the caller was cancelled
+                return await future
         except TimeoutError:
             raise DeadlineExceeded(f"no answer to {message.KIND} within {timeout_s:g} s") from None
         finally:

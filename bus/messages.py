@@ -78,7 +78,8 @@ class KVLayout(Declared):
 
 
 class Sampling(Declared):
-    """How the next token is chosen, and when to stop. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How the next token is chosen, and when to stop. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
+    off. Penalties count tokens of the answer, `repetition_penalty` (1: off) those of the prompt, too."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -90,6 +91,11 @@ class Sampling(Declared):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives beside the chosen token, 0 to 20; None: no logprobs at all
+    min_p: float = 0.0  # the share of the likeliest token's probability that a token must have
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
 
 
 class TokenLogprob(Declared):
@@ -249,6 +255,24 @@ class LedgerReply(Message):
     KIND = "ledger.reply"
     clean: bool
     ledger: dict[str, Any]
+
+
+class FetchTokenizer(Message):
+    """Asks for what turns text into this node's tokens, one part after the other."""
+
+    KIND = "tokenizer"
+    part: int = 0
+
+
+class FetchTokenizerReply(Message):
+    """`tokenizer`: bytes, or hf for files of a Hugging Face folder; `digest` and `parts` are of all its data."""
+
+    KIND = "tokenizer.reply"
+    tokenizer: str
+    vocab_size: int
+    digest: bytes = b""  # xxh3_128
+    parts: int = 0
+    data: bytes = b""  # of the part: all parts, joined, are a msgpack map of file names and contents
 
 
 # ---------------------------------------------------------------- client to decode node and back
@@ -490,6 +514,7 @@ MESSAGES: dict[str, type[Message]] = {
     for m in (
         Hello, Welcome, Refused, Agent, Heartbeat, Goodbye, Drain, Error, StalePeer,
         Connect, ConnectReply, Disconnect, DisconnectReply, Status, StatusReply, Ledger, LedgerReply,
+        FetchTokenizer, FetchTokenizerReply,
         Generate, Token, Credit, Finished, Cancel, Cancelled,
         PrefillRequest, PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancel, PrefillCancelled,
         TransferDone, LeaseReleased, LeaseRenew, LeaseRenewed,

@@ -20,6 +20,7 @@ from pdbus.bus.ports import parse_address
 from .bench.cli import bench
 from .config import SETTINGS, load
 from .extras import EXTRAS, lacks
+from .gateway.routing import DEFAULT_POLICY
 from .options import AsJson, ConfigFile, group, takes_settings
 from .replay.cli import replay
 
@@ -30,6 +31,7 @@ EXIT_INTERRUPTED = 130
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or the copy of click inside typer
 
 NODE_ADDRESS = "tcp://127.0.0.1:7400"
+GATEWAY_HTTP = "127.0.0.1:8000"
 
 
 def _address(context: typer.Context, parameter: typer.CallbackParam, text: str | list[str]) -> str | list[str]:
@@ -83,13 +85,67 @@ def up(
     http_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Of the first node; the next free ones after it.")
     ] = 8080,
+    gateway_port: Annotated[
+        int | None,
+        typer.Option("--gateway", min=1, max=65535, metavar="PORT", help="A gateway before all, at this port."),
+    ] = None,
     config: ConfigFile = None,
     settings: dict[str, str],
 ) -> None:
     """Run a cluster on this machine until Ctrl-C."""
     from .up import run_up
 
-    raise typer.Exit(run_up(prefill, decode, both, http_port=http_port, settings=settings, config=config))
+    raise typer.Exit(
+        run_up(prefill, decode, both, http_port=http_port, gateway_port=gateway_port, settings=settings, config=config)
+    )
+
+
+@app.command()
+def gateway(
+    context: typer.Context,
+    *,
+    join: Annotated[
+        list[str], typer.Option(metavar="ADDRESS,...", help="Bus addresses of nodes; these lead to all others.")
+    ] = [],  # noqa: B006
+    http: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve the OpenAI API.")] = GATEWAY_HTTP,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="How a node is chosen: round-robin, least-loaded, prefix, cost.")
+    ] = DEFAULT_POLICY,
+    queue: Annotated[
+        int, typer.Option(min=0, max=65536, metavar="N", help="Requests that wait here while all nodes are full.")
+    ] = 256,
+    decoder_host: Annotated[
+        list[str], typer.Option(metavar="HOST,...", help="Decode nodes by host and port instead of --join.")
+    ] = [],  # noqa: B006
+    decoder_port: Annotated[list[str], typer.Option(metavar="PORT,...", help="Their HTTP or bus ports.")] = [],  # noqa: B006
+    prefiller_host: Annotated[
+        list[str], typer.Option(metavar="HOST,...", help="Prefill nodes that the decode nodes are to join.")
+    ] = [],  # noqa: B006
+    prefiller_port: Annotated[list[str], typer.Option(metavar="PORT,...", help="Their HTTP or bus ports.")] = [],  # noqa: B006
+    name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
+    record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
+    record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve HTTP to other machines without keys.")] = False,
+) -> None:
+    """Serve the OpenAI API in front of a whole cluster."""
+    from .gateway.command import GatewayConfig, run_gateway
+    from .gateway.endpoints import paired
+
+    asked = context.get_parameter_source("http")
+    config = GatewayConfig(
+        join=tuple(part.strip() for text in join for part in text.split(",") if part.strip()),
+        decoders=paired(decoder_host, decoder_port, "--decoder-host", "--decoder-port"),
+        prefillers=paired(prefiller_host, prefiller_port, "--prefiller-host", "--prefiller-port"),
+        http=http,
+        http_asked=asked is not None and asked.name != "DEFAULT",
+        insecure=insecure,
+        policy=policy,
+        queue=queue,
+        name=name,
+        record=record,
+        record_tokens=record_tokens,
+    )
+    raise typer.Exit(run_gateway(config))
 
 
 @app.command()

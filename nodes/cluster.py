@@ -26,6 +26,7 @@ from .node_process import NodeProcess, OnLine
 from .values import switch
 
 NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes")
+GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway")
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
 READY_S = 180.0  # importing torch and reading a model on a busy machine
 POLL_S = 0.1
@@ -52,6 +53,7 @@ class Cluster:
         config: Path | None = None,
         bus_port: int = 0,  # search from here; 0: somewhere out of the way
         http_port: int = 0,
+        gateway_port: int | None = None,  # of a gateway in front of all; None: no gateway
         on_line: OnLine | None = None,
         logs: Path | None = None,  # a folder: one file a node
         command: Sequence[str] = NODE_COMMAND,
@@ -60,6 +62,7 @@ class Cluster:
         self.prefill: list[NodeProcess] = []
         self.both: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
+        self.gateway: list[NodeProcess] = []
         self._ready = ready or is_ready
         self._options = dict(options or {})
         self._role_options = dict(role_options or {})
@@ -70,6 +73,8 @@ class Cluster:
         counts = {"prefill": prefill, "both": both, "decode": decode}
         ports, http_ports = _free_ports(bus_port, 3, self.taken), _free_ports(http_port or bus_port, 1, self.taken)
         self._build(counts, ports, http_ports)
+        if gateway_port:
+            self._add_gateway(gateway_port)
 
     def _build(self, counts: Mapping[str, int], ports: Iterator[int], http_ports: Iterator[int]) -> None:
         roles = [role for role, count in counts.items() for _ in range(count)]
@@ -98,10 +103,24 @@ class Cluster:
         )  # fmt: skip
         same.append(node)
 
+    def _add_gateway(self, port: int) -> None:
+        name, http = "gateway-1", f"127.0.0.1:{port}"
+        words = ["--join", ",".join(node.address for node in self.nodes), "--http", http, "--name", name]
+        words += command_line(
+            {key: self._options[key] for key in ("record", "record_tokens") if self._options.get(key)}
+        )
+        self.gateway.append(
+            NodeProcess(
+                name, "gateway", (*GATEWAY_COMMAND, *words), address="", http=f"http://{http}",
+                environment=self._environment, on_line=self._on_line,
+                log=self._logs / f"{name}.log" if self._logs else None,
+            )
+        )  # fmt: skip
+
     @property
     def nodes(self) -> list[NodeProcess]:
-        """In the order of their start: a node joins those before it."""
-        return [*self.prefill, *self.both, *self.decode]
+        """In the order of their start: a node joins those before it. The gateway is the last."""
+        return [*self.prefill, *self.both, *self.decode, *self.gateway]
 
     async def __aenter__(self) -> Cluster:
         await self.start()
@@ -244,7 +263,10 @@ async def _listens(address: str) -> bool:
 
 
 async def is_ready(node: NodeProcess) -> bool:
-    """Whether its bus says so, every link that it was told to make is up, and its HTTP answers."""
+    """Whether its bus says so, every link that it was told to make is up, and its HTTP answers. A gateway has no bus
+    of its own."""
+    if not node.address:
+        return await http_ok(f"{node.http}/health/ready")
     if not await _listens(node.address):
         return False
     try:

@@ -182,11 +182,13 @@ _ADVERTISED = "tcp://HOST:PORT"
 _U32 = (1 << 32) - 1  # block ids travel as u32
 _LEASE_NS = 30 * 10**9
 
+node_name = values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")
+
 SETTINGS: tuple[Setting, ...] = (
     Setting("role", "Node", "ROLE", values.choice("prefill", "decode", "both"), "both",
             "prefill, decode or both: what this node does."),
-    Setting("name", "Node", "NAME", values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -"),
-            _name, "The node's name, unlike any other's.", "the role and four random hex digits"),
+    Setting("name", "Node", "NAME", node_name, _name,
+            "The node's name, unlike any other's.", "the role and four random hex digits"),
     Setting("run_dir", "Node", "DIR", str, lambda c, host: host.run_dir,
             "Where the node makes a private folder for its sockets.", "$XDG_RUNTIME_DIR or /tmp"),
     Setting("listen", "Bus", _ADVERTISED, values.address(free_port=True), "tcp://127.0.0.1:7400",
@@ -396,7 +398,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
     listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
     for name, bound in (("listen", listen), ("events", events)):
         if not is_loopback(bound.host) and not c["insecure"]:
-            raise given.error(_not_insecure(str(bound), bound.host), name, "listen")
+            raise given.error(not_insecure(str(bound), bound.host), name, "listen")
     if is_wildcard(listen.host) and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
         raise given.error(problem, "listen")
@@ -411,7 +413,7 @@ def _check_bus(c: Chosen, given: _Given) -> None:
         raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
 
-def _not_insecure(where: str, host: str) -> str:
+def not_insecure(where: str, host: str) -> str:
     unknown = "" if is_wildcard(host) else unknown_host(host)
     if unknown:
         return f"{where}: {host} is not known here: {unknown}"
@@ -421,7 +423,7 @@ def _not_insecure(where: str, host: str) -> str:
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
     if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
-        raise given.error(_not_insecure(c["http_host"], c["http_host"]), "http_host")
+        raise given.error(not_insecure(c["http_host"], c["http_host"]), "http_host")
     if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
         raise given.error(f"port {port} is the bus's: give another one", "http_port")
 

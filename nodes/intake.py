@@ -23,6 +23,8 @@ from pdbus.bus.messages import (
     DisconnectReply,
     Error,
     EventsSnapshot,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Generate,
     Ledger,
@@ -41,10 +43,11 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
-from .limits import check_deadline, check_sampling, check_stop_ids, too_long
+from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
+from .tokenizer_files import tokenizer_part
 
 if TYPE_CHECKING:
     from .control import Control
@@ -78,6 +81,7 @@ class Intake:
             Status: lambda r: self._answer_later(r, self._status()),
             Ledger: lambda r: self._reply(r, self._ledger()),
             EventsSnapshot: self._snapshot,
+            FetchTokenizer: lambda r: self._answer_later(r, self._told_tokenizer(r)),
             Connect: self._connect,
             Disconnect: self._disconnect,
         }
@@ -181,6 +185,7 @@ class Intake:
             )  # fmt: skip
         check_sampling(s)
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
+        check_bias(s.logit_bias, setup.vocab_size)
         check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
@@ -322,6 +327,14 @@ class Intake:
                 "metrics": report.metrics(core, control.endpoint.counters.as_dict()),
             }
         )
+
+    async def _told_tokenizer(self, received: Received) -> FetchTokenizerReply | Error:
+        message, setup = received.message, self._control.setup
+        assert isinstance(message, FetchTokenizer)
+        try:
+            return await asyncio.to_thread(tokenizer_part, setup.folder, setup.vocab_size, message.part)
+        except PdError as e:
+            return error_of(e, kind=message.KIND)
 
     def _ledger(self) -> LedgerReply:
         clean, ledger = report.ledger(self._control.core)

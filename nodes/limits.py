@@ -10,6 +10,10 @@ STOPS_MAX = 16  # each is looked for in every token's text
 STOP_CHARS_MAX = 1024  # text that could be the start of one is held back
 STOP_IDS_MAX = 1024
 TEMPERATURE_MAX = 2  # OpenAI's
+PENALTY_MAX = 2  # OpenAI's
+REPETITION_MAX = 10  # far beyond any use; a division by more is noise
+BIAS_MAX = 100  # OpenAI's
+BIASES_MAX = 1024
 SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
 DEADLINE_MS_MAX = 86_400_000  # a day
@@ -23,6 +27,10 @@ def check_sampling(s: Sampling) -> None:
         ("temperature", 0 <= s.temperature <= TEMPERATURE_MAX, f"from 0 to {TEMPERATURE_MAX}"),
         ("top_k", 0 <= s.top_k < 2**31, "from 0 to 2147483647"),
         ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("min_p", 0 <= s.min_p <= 1, "from 0 to 1"),
+        ("presence_penalty", abs(s.presence_penalty) <= PENALTY_MAX, f"from -{PENALTY_MAX} to {PENALTY_MAX}"),
+        ("frequency_penalty", abs(s.frequency_penalty) <= PENALTY_MAX, f"from -{PENALTY_MAX} to {PENALTY_MAX}"),
+        ("repetition_penalty", 0 < s.repetition_penalty <= REPETITION_MAX, f"above 0, at most {REPETITION_MAX}"),
         ("seed", 0 <= s.seed <= SEED_MAX, f"from 0 to {SEED_MAX}"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= LOGPROBS_MAX, f"from 0 to {LOGPROBS_MAX}"),
     ):
@@ -30,6 +38,7 @@ def check_sampling(s: Sampling) -> None:
             raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
     check_stops(s.stop)
     check_stop_ids(s.stop_token_ids)
+    check_bias(s.logit_bias)
 
 
 def too_long(tokens: int, tokens_max: int, param: str, how: str = "") -> RequestError:
@@ -61,3 +70,15 @@ def check_stop_ids(ids: tuple[int, ...], vocab_size: int = 2**32) -> None:
         if not 0 <= token < vocab_size:
             problem = f"stop_token_ids[{i}]: must be a token id from 0 to {vocab_size - 1}, got {token}"
             raise RequestError(problem, param=f"stop_token_ids[{i}]")
+
+
+def check_bias(biases: tuple[tuple[int, float], ...], vocab_size: int = 2**32) -> None:
+    if len(biases) > BIASES_MAX:
+        raise RequestError(f"logit_bias: at most {BIASES_MAX} tokens, got {len(biases)}", param="logit_bias")
+    for token, bias in biases:
+        if not 0 <= token < vocab_size:
+            problem = f"logit_bias: {token} is no token id from 0 to {vocab_size - 1}"
+            raise RequestError(problem, param="logit_bias")
+        if not abs(bias) <= BIAS_MAX:
+            problem = f"logit_bias: token {token} must have a bias from -{BIAS_MAX} to {BIAS_MAX}, got {bias}"
+            raise RequestError(problem, param="logit_bias")

@@ -20,6 +20,10 @@ from .pieces import Pieces
 from .token_bytes import UNKNOWN, TokenBytes, token_bytes
 
 ONE_BYTE = TokenBytes(1)
+FILES = (  # of a Hugging Face folder, all that HFTokenizer reads
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "config.json",
+)  # fmt: skip
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8, or not yet, decode to
 HELD_IDS_MAX = 16  # a character has at most four bytes: a longer unfinished run is no UTF-8, and is not held for ever
 Message = Mapping[str, Any]

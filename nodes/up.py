@@ -25,7 +25,12 @@ __all__ = ["Cluster", "run_up", "serve"]
 
 BUS_PORT = 7400
 KILL_AFTER_S = 8.0  # from the second signal: a node tells its clients at once, and gives its processes at most 5 s
-COLOURS = {"prefill": ("cyan", "blue"), "decode": ("magenta", "red"), "both": ("green", "yellow")}
+COLOURS = {
+    "prefill": ("cyan", "blue"),
+    "decode": ("magenta", "red"),
+    "both": ("green", "yellow"),
+    "gateway": ("white",),
+}
 NAME_CHARS = 10
 QUESTION = (
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'
@@ -33,7 +38,14 @@ QUESTION = (
 
 
 def run_up(
-    prefill: int, decode: int, both: int, *, http_port: int, settings: Mapping[str, str], config: Path | None
+    prefill: int,
+    decode: int,
+    both: int,
+    *,
+    http_port: int,
+    gateway_port: int | None = None,
+    settings: Mapping[str, str],
+    config: Path | None,
 ) -> int:
     """Runs until Ctrl-C or SIGTERM, or until every node has ended. Exit status: 0, or 1 when a node failed."""
     if decode + both == 0:
@@ -47,6 +59,7 @@ def run_up(
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,
+        gateway_port=gateway_port,
         on_line=lambda node, line: print_line(console, node, line),
     )  # fmt: skip
     if cluster.taken:
@@ -161,11 +174,11 @@ def welcome(cluster: Cluster) -> Text:
     text = Text("\n")
     for node in cluster.nodes:
         text.append(f"  {node.name:<{NAME_CHARS}}", style=COLOURS[node.role][0])
-        text.append(f"{node.address}  {node.http}\n")
-    front = (cluster.decode or cluster.both)[0]
+        text.append("  ".join(filter(None, (node.address, node.http))) + "\n")
+    asked, front = (cluster.decode or cluster.both)[0], (cluster.gateway or cluster.decode or cluster.both)[0]
     text.append(
         f"\n  curl {front.http}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{QUESTION}'\n"
     )
-    text.append(f"  pd status {front.address}\n\n")
+    text.append(f"  pd status {asked.address}\n\n")
     text.append("Ctrl-C drains and ends all nodes.\n", style="dim")
     return text

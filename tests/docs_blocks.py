@@ -21,7 +21,7 @@ SHOWN = ("", "text", "json")  # never typed
 
 _FENCE = re.compile(r"```(\S*)\s*$")
 _NOTE = re.compile(r"<!-- test: (.+) -->\s*$")
-_SERVERS = ("pd up", "pd-node")
+_SERVERS = ("pd up", "pd-node", "pd gateway")
 _ANY = "..."
 
 # What differs from run to run, or with the model, is as good as equal.

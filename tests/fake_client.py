@@ -90,7 +90,7 @@ class FakeClient:
         self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
 
     def generate(
-        self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000
+        self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000, stream: bool = False
     ) -> FakeGeneration:
         self.asked.append((prompt, sampling))
         self.deadlines_ms.append(deadline_ms)

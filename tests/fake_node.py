@@ -14,6 +14,8 @@ from pdbus.bus.messages import (
     ConnectReply,
     Credit,
     EventsSnapshot,
+    FetchTokenizer,
+    FetchTokenizerReply,
     Finished,
     Generate,
     Goodbye,
@@ -44,6 +46,7 @@ class FakeNode:
         self.address = ""
         self.events = ""
         self.status: dict[str, Any] = {"name": name}
+        self.tokenizer: FetchTokenizerReply | None = FetchTokenizerReply(tokenizer="bytes", vocab_size=256)
         self.heard: list[Message] = []
         self.deaf = False  # takes everything, answers nothing: a frozen process
         self._on_generate = on_generate or answer_words(["hello", " world"])
@@ -95,6 +98,8 @@ class FakeNode:
                 self.tell(received, Heartbeat())
             case Status():
                 self.tell(received, StatusReply(status=self.status))
+            case FetchTokenizer() if self.tokenizer is not None:
+                self.tell(received, self.tokenizer)
             case Connect():
                 self.tell(received, ConnectReply(outcomes=tuple(Outcome(target=a, ok=True) for a in message.addresses)))
             case Generate():

@@ -92,6 +92,17 @@ def bench_record(
     _bench("record", as_json, pairs=pairs, requests=requests, step_ms=step_ms)
 
 
+@bench.command("gateway")
+def bench_gateway(
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 15, metavar="N", help="Tokens of a prompt.")] = 256,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, metavar="K", help="Requests of each kind.")] = 40,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """What HTTP and the gateway add to the SDK on the node, in turns, with the coded engine."""
+    _bench("gateway", as_json, prompt_tokens=prompt_tokens, requests=requests, step_ms=step_ms)
+
+
 NOT_MEASURED = (
     "role", "name", "run_dir", "listen", "advertise", "events", "join", "insecure", "http_host", "http_port", "cpus",
     "record", "record_max", "record_tokens",

@@ -6,9 +6,11 @@ vocabulary: one number picks from the best candidates, in order of their probabi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +24,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row's token is chosen. `position` is the token's own; `sampled` how many tokens came before it."""
+    """How one row's token is chosen. `position` is the token's own; `sampled` how many tokens came before it; `tokens`
+    all that are known, int64, the sampled ones last."""
 
     sampling: Sampling
     position: int
     sampled: int
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> lis
 
     `eos_ids` cannot be drawn, nor can the request's stop tokens, while fewer than `min_tokens` were sampled.
     """
-    allowed = _suppress(logits, draws, eos_ids)
+    allowed = _adjusted(logits, draws, eos_ids)
     best = allowed.argmax(-1).tolist()
     drawn = []
     for row, draw in enumerate(draws):
@@ -49,21 +53,50 @@ def sample(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> lis
     return drawn
 
 
-def _suppress(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> Tensor:
-    early = [row for row, draw in enumerate(draws) if draw.sampled < draw.sampling.min_tokens]
-    if not early:
+def _adjusted(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> Tensor:
+    """The logits after what each request forbids, favours and penalizes; the same tensor when none does."""
+    rows = [row for row, draw in enumerate(draws) if draw.sampled < draw.sampling.min_tokens or _favours(draw.sampling)]
+    if not rows:
         return logits
-    allowed = logits.clone()
-    for row in early:
-        ends = {*eos_ids, *draws[row].sampling.stop_token_ids}
-        allowed[row, [i for i in sorted(ends) if 0 <= i < logits.shape[1]]] = -torch.inf
-    return allowed
+    adjusted = logits.clone()
+    for row in rows:
+        _penalize(adjusted[row], draws[row])
+        for token, bias in draws[row].sampling.logit_bias:
+            adjusted[row, token] += bias
+        if draws[row].sampled < draws[row].sampling.min_tokens:
+            ends = {*eos_ids, *draws[row].sampling.stop_token_ids}
+            adjusted[row, [i for i in sorted(ends) if 0 <= i < logits.shape[1]]] = -torch.inf
+    return adjusted
+
+
+def _favours(s: Sampling) -> bool:
+    return bool(s.logit_bias or s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1)
+
+
+def _penalize(logits: Tensor, draw: Draw) -> None:
+    """In place: repetition as in CTRL (Keskar et al., 2019, arXiv:1909.05858), then OpenAI's two."""
+    sampling = draw.sampling
+    if sampling.repetition_penalty != 1:
+        seen = _counts(draw.tokens, logits) > 0
+        worse = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits.copy_(torch.where(seen, worse, logits))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = _counts(draw.tokens[len(draw.tokens) - draw.sampled :], logits)
+        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+
+def _counts(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """How often each token of the vocabulary is there, [vocab]."""
+    counted = np.bincount(np.asarray(tokens, dtype=np.int64), minlength=len(logits))
+    return torch.from_numpy(counted).to(logits.device)
 
 
 def _choose(logits: Tensor, draw: Draw) -> int:
     """The first candidate, best first, at which the summed probability passes this token's random number."""
     sampling, number = draw.sampling, uniform(draw.sampling.seed, draw.position)
     scaled = logits.float() / sampling.temperature
+    if sampling.min_p:
+        scaled = scaled.masked_fill(scaled < scaled.max() + math.log(sampling.min_p), -torch.inf)
     size, width = len(scaled), sampling.top_k or CANDIDATES
     needed = sampling.top_p if sampling.top_p < 1 else number
     while True:

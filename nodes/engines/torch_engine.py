@@ -112,7 +112,7 @@ class TorchEngine:
             return []
         logits = logits[: len(sampling)]
         self._check_finite(logits)
-        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt) for s in sampling]
+        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt, s.tokens) for s in sampling]
         drawn = sample(logits, draws, self._config.eos_ids)
         for sequence, result in zip(sampling, drawn, strict=True):
             sequence.tokens.append(result.token)

@@ -1,9 +1,10 @@
-"""The paths of the HTTP side, over one `Client` of one node. The gateway will serve the same app."""
+"""The paths of the HTTP side, over whatever answers behind it: one node, or the gateway's cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
 
 from .answer import Chat, Completion
@@ -22,15 +22,16 @@ from .metrics import CONTENT_TYPE, HttpMetrics, Measured
 from .peers import Info, PrefillEndpoints
 from .schema import parse_chat, parse_completion
 from .stream import Generate
+from .upstream import Upstream
 
 STATUS_S = 5.0  # for the node to say how it is; longer than its own probes of worker and mover
 
 
 class Node:
-    """What the node says of itself, and the routes that pass it on."""
+    """What the node, or the gateway, says of itself, and the routes that pass it on."""
 
-    def __init__(self, client: Client, metrics: HttpMetrics, http: str) -> None:
-        self._client = client
+    def __init__(self, upstream: Upstream, metrics: HttpMetrics, http: str) -> None:
+        self._upstream = upstream
         self._metrics = metrics
         self._http = http
         self._model = ""  # a node's model never changes in its life, so it is asked once
@@ -40,14 +41,17 @@ class Node:
         """Raises DeadlineExceeded or Broken when the node does not answer."""
         try:
             async with asyncio.timeout(STATUS_S):
-                return await self._client.status()
+                return await self._upstream.status()
         except TimeoutError:
             raise DeadlineExceeded(f"the node did not answer within {STATUS_S:.0f} s") from None
 
     async def check_model(self, asked: str) -> str:
         """The served model's id. Raises RequestError when another one is asked for."""
         if not self._model:
-            self._model = str((await self.status()).get("model", ""))
+            status = await self.status()
+            self._model = str(status.get("model", ""))
+            if not self._model:
+                raise Broken("; ".join(status.get("not_ready") or ["the node does not know its model yet"]))
         if asked and asked != self._model:
             problem = f"model: {asked!r:.200} is not served here, {self._model!r} is"
             raise RequestError(problem, param="model", code="model_not_found", status=404)
@@ -101,13 +105,13 @@ class Node:
         return JSON(Info(**said, http=self._http))
 
 
-def create_app(client: Client, *, http: str = "") -> Starlette:
-    """The app over an open `client`. `http` is this server's own address as others reach it (http://host:port)."""
+def create_app(upstream: Upstream, *, http: str = "", more: Sequence[Route] = ()) -> Starlette:
+    """The app over what answers. `http` is this server's own address as others reach it (http://host:port)."""
     metrics = HttpMetrics()
-    node = Node(client, metrics, http)
-    peers = PrefillEndpoints(client)
-    completions = Generate(client, node.check_model, metrics, parse_completion, Completion)
-    chat = Generate(client, node.check_model, metrics, parse_chat, Chat)
+    node = Node(upstream, metrics, http)
+    peers = PrefillEndpoints(upstream)
+    completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion)
+    chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -121,6 +125,7 @@ def create_app(client: Client, *, http: str = "") -> Starlette:
         Route("/add_remote_prefill_eps", peers.list),
         Route("/remove_remote_prefill_eps", peers.remove, methods=["POST"]),
         Route("/remote_prefill_eps", peers.list),
+        *more,
     ]
     return Starlette(
         routes=routes,

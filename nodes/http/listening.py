@@ -23,9 +23,17 @@ class HttpArgs(Declared):
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 
 
-def listen(host: str, port: int, *, search: bool = False) -> socket.socket:
+def listen(
+    host: str,
+    port: int,
+    *,
+    search: bool = False,
+    host_setting: str = "--http-host",
+    port_setting: str = "--http-port",
+) -> socket.socket:
     """A listening socket for the process to inherit; port 0 is any. With `search` (a default port) the next free one is
-    taken instead of a taken one. Raises ConfigError naming --http-port, or --http-host when that cannot be bound."""
+    taken instead of a taken one. Raises ConfigError naming the port's setting, or the host's when that cannot be
+    bound."""
     host = host.strip("[]")
     last = port + PORTS_TRIED_MAX if search and port else port
     for candidate in range(port, min(last, 65_535) + 1):
@@ -33,13 +41,13 @@ def listen(host: str, port: int, *, search: bool = False) -> socket.socket:
             return socket.create_server((host, candidate), family=_family(host), backlog=BACKLOG)
         except OSError as e:
             if e.errno != errno.EADDRINUSE:
-                setting = "--http-port" if e.errno == errno.EACCES else "--http-host"
+                setting = port_setting if e.errno == errno.EACCES else host_setting
                 raise ConfigError(setting, f"cannot listen on {host}:{candidate}: {_reason(e)}") from None
         except OverflowError:
             break
     if not 0 <= port <= 65_535:
-        raise ConfigError("--http-port", f"must be between 0 and 65535, got {port}")
-    raise ConfigError("--http-port", f"{host}:{port} is taken: stop who listens there, or choose another")
+        raise ConfigError(port_setting, f"must be between 0 and 65535, got {port}")
+    raise ConfigError(port_setting, f"{host}:{port} is taken: stop who listens there, or choose another")
 
 
 def _reason(error: OSError) -> str:

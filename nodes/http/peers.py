@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdbus.bus import wire
-from pdbus.bus.client import Client
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
@@ -27,12 +26,14 @@ from pdbus.bus.wire import Declared
 
 from .errors import JSON
 from .stream import read_body
+from .upstream import Upstream
 
 INFO_S = 5.0  # for an endpoint to answer /pd/info
 INFO_BYTES_MAX = 64 << 10  # a stranger may answer anything
 ENDPOINTS_MAX = 256  # all are asked at once
 GIVE_HTTP = "give the node's HTTP address, or join it over the bus with pd connect"
 HTTP = b"HTTP/"
+BUS_PORT = "bus_port"  # RequestError.code for a port that speaks ZeroMQ
 ZMTP_GREETING = re.compile(rb"\xff.{8}\x7f", re.DOTALL)
 CONTROL = re.compile(r"[\s\x00-\x1f\x7f]")  # would end the request line
 
@@ -66,8 +67,8 @@ Asking = Callable[[], Awaitable[Result]]
 class PrefillEndpoints:
     """The three routes. Remembers which endpoint led to which node, since the bus does not know every HTTP address."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
         self._infos: dict[str, Info] = {}
         self._turn = asyncio.Lock()  # hands out turns in the order in which they were asked for
 
@@ -88,7 +89,7 @@ class PrefillEndpoints:
 
     async def list(self, _: Request) -> Response:
         """With their state. One without a role is called, but has not said what it is; or it refused us."""
-        status = await self._client.status()
+        status = await self._upstream.status()
         peers = [peer for peer in status.get("peers", []) if peer.get("role") in (*PREFILL_ROLES, "")]
         return JSON({"endpoints": [{"endpoint": self._endpoint(peer), **peer} for peer in peers]})
 
@@ -105,14 +106,14 @@ class PrefillEndpoints:
         if info.role not in PREFILL_ROLES:
             return partial(_failed, endpoint, f"is no prefill node: {info.role}", info.name)
         self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
-        return partial(_ask, endpoint, info.name, self._client.connect, info.address)
+        return partial(_ask, endpoint, info.name, self._upstream.connect, info.address)
 
     async def _find_to_remove(self, endpoint: str) -> Asking:
         try:
             name, target = await self._target(endpoint)
         except PdError as e:
             return partial(_failed, endpoint, str(e))
-        return partial(_ask, endpoint, name, self._client.disconnect, target)
+        return partial(_ask, endpoint, name, self._upstream.disconnect, target)
 
     async def _target(self, endpoint: str) -> tuple[str, str]:
         """Name and bus address of whom an endpoint leads to, even if it no longer answers; or what was given, twice."""
@@ -120,7 +121,7 @@ class PrefillEndpoints:
             return endpoint, endpoint
         info = self._infos.get(endpoint)
         if info is None:
-            peers = (await self._client.status()).get("peers", [])
+            peers = (await self._upstream.status()).get("peers", [])
             told = next((peer for peer in peers if peer.get("http") == endpoint), None)
             if told is not None:
                 return told["name"], told["address"]
@@ -217,7 +218,7 @@ def _info(answer: bytes) -> Info:
     head, _, body = answer.partition(b"\r\n\r\n")
     _, _, status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")
     if ZMTP_GREETING.match(answer):
-        raise RequestError(f"is a bus port; {GIVE_HTTP}")
+        raise RequestError(f"is a bus port; {GIVE_HTTP}", code=BUS_PORT)
     if not answer.startswith(HTTP):
         raise RequestError(f"is no pdbus node: it does not speak HTTP there; {GIVE_HTTP}")
     if not status.startswith("200"):

@@ -2,8 +2,8 @@
 
 Every field is declared; an unknown one is refused by name. Fields of OpenAI's that clients send but that this server
 does not act on are accepted with the value that changes nothing (`NEUTRAL`) and refused with any other. Beyond
-OpenAI, as elsewhere in the field: top_k, min_tokens, ignore_eos, stop_token_ids, return_token_ids; and of our own,
-deadline_ms.
+OpenAI, as elsewhere in the field: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+return_token_ids; and of our own, deadline_ms.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from pdbus.bus.wire import Declared
 from pdbus.nodes.limits import (
     DEADLINE_MS_MAX,
     LOGPROBS_MAX,
+    PENALTY_MAX,
+    REPETITION_MAX,
     ROLES,
     SEED_MAX,
     STOP_IDS_MAX,
     TEMPERATURE_MAX,
+    check_bias,
     check_stops,
 )
 
@@ -37,6 +40,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, TEMPERATURE_MAX),
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-PENALTY_MAX, PENALTY_MAX),
+    "frequency_penalty": (-PENALTY_MAX, PENALTY_MAX),
+    "repetition_penalty": (0, REPETITION_MAX),
     "seed": (0, SEED_OF_ZERO - 1),
     "deadline_ms": (1, DEADLINE_MS_MAX),
     "logprobs": (0, LOGPROBS_MAX),
@@ -49,9 +56,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -93,6 +97,8 @@ class Common(Declared, forbid_unknown_fields=True):
     n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
     logit_bias: dict[str, Any] | None = None
 
     user: str | None = None  # these say who asks and why, nothing about the answer
@@ -210,6 +216,8 @@ def _check_ranges(body: Common) -> None:
             raise RequestError(f"{name}: must be between {low} and {high}, got {value}", param=name)
     if body.top_p == 0:
         raise RequestError("top_p: must be over 0, else no token is left to choose", param="top_p")
+    if body.repetition_penalty == 0:
+        raise RequestError("repetition_penalty: must be over 0; 1 changes nothing", param="repetition_penalty")
 
 
 def _check_neutral(body: Common) -> None:
@@ -235,7 +243,25 @@ def _sampling(body: Common, max_tokens: int, logprobs: int | None) -> Sampling:
         stop_token_ids=tuple(_token_ids(body.stop_token_ids or [], "stop_token_ids", STOP_IDS_MAX)),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_biases(body.logit_bias or {}),
     )
+
+
+def _biases(biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """OpenAI's form: token ids as text, each with what is added to its logit."""
+    found = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit()):
+            raise RequestError(f"logit_bias: keys must be token ids, got {key!r:.40}", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise RequestError(f"logit_bias: {key} must have a number, got {bias!r:.40}", param="logit_bias")
+        found.append((int(key), float(bias)))
+    check_bias(tuple(found))
+    return tuple(found)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

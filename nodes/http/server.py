@@ -14,12 +14,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import h11
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdbus.bus import wire
@@ -29,6 +30,7 @@ from pdbus.connector.channel import end_with_parent
 
 from .app import create_app
 from .listening import BACKLOG, HttpArgs
+from .upstream import OneNode
 
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
 LAST_WORDS_S = 0.5  # for those that took longer to be told so
@@ -71,18 +73,25 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, ended by SIGTERM alone and without raising the signal again afterwards."""
+    """uvicorn, ended by these signals alone and without raising one again afterwards; by the second one at once."""
+
+    def __init__(self, config: uvicorn.Config, signals: Sequence[signal.Signals]) -> None:
+        super().__init__(config)
+        self._signals = signals
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        for number in self._signals:
+            loop.add_signal_handler(number, self._stop)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in self._signals:
+                loop.remove_signal_handler(number)
 
     def _stop(self) -> None:
+        self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -95,21 +104,29 @@ async def serve(args: HttpArgs) -> None:
     """Until SIGTERM. Closing the client cancels at the node what is still running. Raises what `Client` does when no
     node answers."""
     async with Client(args.bus) as client:
-        config = uvicorn.Config(
-            create_app(client, http=args.url),
-            loop="none",  # main has chosen it
-            http=Protocol,
-            ws="none",
-            log_config=None,  # main has set it up
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-        await Server(config).serve(sockets=[socket.socket(fileno=args.fd)])
+        app = create_app(OneNode(client), http=args.url)
+        await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S)
+
+
+async def serve_app(
+    app: Starlette, listening: socket.socket, *, grace_s: int, signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+) -> None:
+    """Until the first of `signals`; answers under way then have `grace_s`, or until the second one."""
+    config = uvicorn.Config(
+        app,
+        loop="none",  # main has chosen it
+        http=Protocol,
+        ws="none",
+        log_config=None,  # main has set it up
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=grace_s,
+    )
+    await Server(config, signals).serve(sockets=[listening])
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""One request at the node, its answer streamed as server-sent events or sent whole.
+"""One request at what answers (a node, a cluster), its answer streamed as server-sent events or sent whole.
 
 A refusal comes before the first token, so the status line waits for that token; what goes wrong later is an error
 event, and only a good end is followed by [DONE]. A client that leaves cancels its request at the node. A client that
@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pdbus.bus import wire
-from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import Closed, PdError, RequestError
 from pdbus.bus.messages import Token
 
@@ -25,6 +24,7 @@ from .answer import Answer
 from .errors import JSON, error_object, good_end
 from .metrics import HttpMetrics
 from .schema import Asked
+from .upstream import Answering, Upstream
 
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
 DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
@@ -50,13 +50,13 @@ class Generate:
 
     def __init__(
         self,
-        client: Client,
+        upstream: Upstream,
         check_model: CheckModel,
         metrics: HttpMetrics,
         parse: Callable[[bytes], Asked],
         answer: type[Answer],
     ) -> None:
-        self._client = client
+        self._upstream = upstream
         self._check_model = check_model
         self._metrics = metrics
         self._parse = parse
@@ -72,14 +72,18 @@ class Generate:
     async def _respond(
         self, asked: Asked, answer: Answer, started_s: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with self._client.generate(
-            asked.prompt, model=asked.model, sampling=asked.sampling, deadline_ms=asked.deadline_ms
+        async with self._upstream.generate(
+            asked.prompt,
+            model=asked.model,
+            sampling=asked.sampling,
+            deadline_ms=asked.deadline_ms,
+            stream=asked.stream,
         ) as generation:
             tokens = self._timed(aiter(generation), started_s)
             if asked.stream:
                 await _send_stream(answer, generation, tokens, send)
             else:
-                said = [token async for token in tokens]
+                said = await _whole(tokens)
                 await JSON(answer.whole(said, good_end(generation.finished)))(scope, receive, send)
 
     async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
@@ -94,7 +98,17 @@ class Generate:
             raise Closed("the HTTP server was told to stop") from None  # if the client left, it will not see this
 
 
-async def _send_stream(answer: Answer, generation: Generation, tokens: AsyncIterator[Token], send: Send) -> None:
+async def _whole(tokens: AsyncIterator[Token]) -> list[Token]:
+    """All of an answer, which may begin again elsewhere, since nothing of it has gone out."""
+    said: list[Token] = []
+    async for token in tokens:
+        if token.index == 0:
+            said.clear()
+        said.append(token)
+    return said
+
+
+async def _send_stream(answer: Answer, generation: Answering, tokens: AsyncIterator[Token], send: Send) -> None:
     first = await anext(tokens, None)
     if first is None:
         good_end(generation.finished)

@@ -1,4 +1,5 @@
-"""A client's recording: what it asked, and that each answer came whole, in order, and ended once."""
+"""A client's or gateway's recording: what it asked, that each answer came whole, in order, and ended once, and that a
+gateway would choose the same nodes again."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from pdbus.bus.recording import Recording
 from pdbus.bus.recording_part import RawRecord
 from pdbus.bus.wire import Header, decode, decoder, to_plain
 
+from ..gateway.choices import Chose
+from ..gateway.routing import POLICIES, choose
 from .facts import Answered, Facts
 from .findings import Finding, Kind
 from .runs import Run
@@ -33,6 +36,14 @@ class Said(NamedTuple):
     link: str
     header: Header
     message: Any
+
+
+class Chosen(NamedTuple):
+    """A choice of the gateway's."""
+
+    sequence: int
+    now_ns: int
+    value: Chose
 
 
 class NotUnderstood(Exception):
@@ -56,6 +67,11 @@ def is_client(recording: Recording) -> bool:
 
 
 def said(recording: Recording) -> Iterator[Said]:
+    """A client's messages, typed. Raises NotUnderstood."""
+    return (each for each in _told(recording) if isinstance(each, Said))
+
+
+def _told(recording: Recording) -> Iterator[Said | Chosen]:
     """A client's records, typed. Raises NotUnderstood."""
     last = 0
     for record in recording.raw():
@@ -66,6 +82,9 @@ def said(recording: Recording) -> Iterator[Said]:
             value = _decoder(record)(record.payload)
         except RemoteProtocolError as e:
             raise NotUnderstood(f"record {record.sequence}: {e}") from None
+        if isinstance(value, Chose):
+            yield Chosen(record.sequence, record.now_ns, value)
+            continue
         got = isinstance(value, Got)
         yield Said(record.sequence, record.now_ns, got, value.link, value.header, value.message)
 
@@ -73,17 +92,27 @@ def said(recording: Recording) -> Iterator[Said]:
 def client_story(request: bytes, recording: Recording, offset_ns: int) -> list[Moment]:
     """The client's moments of a request, from before it had its id."""
     try:
-        records = list(said(recording))
+        records = list(_told(recording))
     except NotUnderstood:
         return []
-    names = {each.message.client_id for each in records if getattr(each.message, "request", None) == request}
-    mine = [each for each in records if getattr(each.message, "client_id", None) in names]
+    names = {_of(each).client_id for each in records if getattr(_of(each), "request", None) == request}
+    mine = [each for each in records if getattr(_of(each), "client_id", None) in names]
     return [_moment(each, recording.header.node, offset_ns) for each in mine]
 
 
-def _moment(each: Said, node: str, offset_ns: int) -> Moment:
-    what, details = describe(f"{'Got' if each.got else 'Sent'} {each.message.KIND}", to_plain(each.message))
+def _of(each: Said | Chosen) -> Any:
+    return each.value if isinstance(each, Chosen) else each.message
+
+
+def _moment(each: Said | Chosen, node: str, offset_ns: int) -> Moment:
+    what, details = describe(_kind(each), to_plain(_of(each)))
     return Moment(each.now_ns + offset_ns, node, each.sequence, what, details)
+
+
+def _kind(each: Said | Chosen) -> str:
+    if isinstance(each, Chosen):
+        return Chose.__name__
+    return f"{'Got' if each.got else 'Sent'} {each.message.KIND}"
 
 
 class ClientRunner:
@@ -97,11 +126,15 @@ class ClientRunner:
 
     def all(self) -> Run:
         run, recording = self.run, self.run.recording
-        run.version = decode(recording.header.about, ClientBegan).version
+        began = decode(recording.header.about, ClientBegan)
+        run.version, run.role = began.version, began.role
         run.requests = Counter()
         try:
-            for each in said(recording):
+            for each in _told(recording):
                 run.records += 1
+                if isinstance(each, Chosen):
+                    self._chose(each)
+                    continue
                 run.inputs += each.got
                 (self._got if each.got else self._sent)(each)
         except NotUnderstood as e:
@@ -109,6 +142,17 @@ class ClientRunner:
             run.ended = f"followed to record {run.records}"
         self._end()
         return run
+
+    def _chose(self, each: Chosen) -> None:
+        """The same views and turn must give the same choice again."""
+        made = each.value
+        if made.policy not in POLICIES:
+            self._find(Kind.NOTE, f"the policy {made.policy!r} is unknown to this version", each.sequence, each.now_ns)
+            return
+        again = choose(made.policy, made.ask, made.nodes) if made.nodes else None
+        if again != made.choice:
+            text = f"Chose: {made.choice.node} was chosen, now it is {again.node if again else 'none'}"
+            self._find(Kind.DIVERGENCE, text, each.sequence, each.now_ns)
 
     def _sent(self, each: Said) -> None:
         match each.message:
@@ -181,6 +225,9 @@ _decoders: dict[str, Decoder] = {}  # by a record's kind
 def _decoder(record: RawRecord) -> Decoder:
     found = _decoders.get(record.kind)
     if found is None:
+        if record.kind == Chose.__name__:
+            found = _decoders[record.kind] = decoder(Chose)
+            return found
         name, _, message = record.kind.partition(" ")
         type_: Any = {"Sent": Sent, "Got": Got}.get(name)
         if type_ is None or message not in MESSAGES:

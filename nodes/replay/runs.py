@@ -17,6 +17,7 @@ class Run:
     recording: Recording
     facts: Facts
     is_client: bool = False
+    role: str = ""  # of a client: client, gateway
     version: str = ""
     records: int = 0
     inputs: int = 0

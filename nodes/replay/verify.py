@@ -57,7 +57,7 @@ def _nodes(cluster: ClusterRun) -> Table:
         grid.add_column(column, justify="right" if column == "records" else "left", overflow="fold")
     for run in cluster.runs:
         name, incarnation = run.facts.life
-        again = "a client" if run.is_client else AGAIN[run.again]
+        again = f"a {run.role}" if run.is_client else AGAIN[run.again]
         grid.add_row(escape(name), incarnation.hex()[:12], f"{run.records:,}", again, escape(run.ended))
     return grid
 

@@ -19,6 +19,10 @@ B, CHUNK = 16, 64
 LENGTHS = (1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 NEAR_TIE = 1e-4  # of logits: float32 sums in another order differ by less
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "top_k": 40, "top_p": 0.9}
+PENALIZED: dict[str, Any] = {
+    "temperature": 1.0, "seed": 11, "min_p": 0.02, "presence_penalty": 0.4, "frequency_penalty": 0.6,
+    "repetition_penalty": 1.3, "logit_bias": ((7, 3.0), (9, -100.0)),
+}  # fmt: skip
 
 
 def prompt(length: int, salt: int) -> list[int]:
@@ -38,6 +42,16 @@ def test_every_length_gives_the_tokens_of_one_node(deterministic: Live, length: 
     assert_same(here, there)
     assert here.finished.timeline.remote
     assert len(here.tokens) == 24
+
+
+@pytest.mark.parametrize("length", [1, B, CHUNK + 1])
+def test_what_was_said_before_counts_on_both_nodes_alike(deterministic: Live, length: int) -> None:
+    """The prefill node samples after the prompt, the decode node after prompt and first token."""
+    here, there = deterministic.both_answer(prompt(length, 4), max_tokens=40, ignore_eos=True, **PENALIZED)
+    plain, _ = deterministic.both_answer(prompt(length, 4), max_tokens=40, ignore_eos=True, **SEEDED)
+    assert_same(here, there)
+    assert 9 not in here.tokens and here.tokens != plain.tokens
+    assert max(map(here.tokens.count, here.tokens)) <= 8
 
 
 @pytest.mark.parametrize("warm_blocks", [1, 2, 4])

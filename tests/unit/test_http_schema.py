@@ -49,11 +49,13 @@ def test_chat_without_a_limit_goes_on_until_the_context_is_full() -> None:
 def test_every_sampling_field_arrives() -> None:
     asked = completion(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop=["a", "b"], stop_token_ids=[3],
-        ignore_eos=True, logprobs=2,
+        ignore_eos=True, logprobs=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2,
+        logit_bias={"7": -100, "9": 1.5},
     )  # fmt: skip
     assert asked.sampling == Sampling(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop=("a", "b"), stop_token_ids=(3,),
-        ignore_eos=True, logprobs=2,
+        ignore_eos=True, logprobs=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2,
+        logit_bias=((7, -100.0), (9, 1.5)),
     )  # fmt: skip
 
 
@@ -107,8 +109,8 @@ def test_an_earlier_answer_comes_back_with_openai_s_empty_fields() -> None:
 
 def test_fields_that_change_nothing_are_accepted() -> None:
     completion(
-        n=1, best_of=1, echo=False, suffix=None, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, user="u",
-        metadata={"a": "b"}, store=False, service_tier="auto", safety_identifier="s", prompt_cache_key="k",
+        n=1, best_of=1, echo=False, suffix=None, user="u", metadata={"a": "b"}, store=False,
+        service_tier="auto", safety_identifier="s", prompt_cache_key="k",
         prompt_cache_retention="24h",
     )  # fmt: skip
     chat(
@@ -151,9 +153,16 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     ({"beam_width": 3}, "beam_width", "unknown field"),
     ({"n": 2}, "n", "only 1 is supported"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "must be between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "must be between -2 and 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "must be over 0"),
+    ({"min_p": 1.5}, "min_p", "must be between 0 and 1"),
+    ({"logit_bias": {"x": 2}}, "logit_bias", "keys must be token ids"),
+    ({"logit_bias": {"1": "2"}}, "logit_bias", "must have a number"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "bias from -100 to 100"),
+    ({"logit_bias": {str(2**32): 1}}, "logit_bias", "is no token id"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     ({"model": ""}, "model", "must not be empty"),
-    ({"logit_bias": {"1": 2}}, "logit_bias", "only {} is supported"),
 ]
 BAD_COMPLETION = [
     ({"prompt": ""}, "prompt", "must not be empty"),

@@ -15,8 +15,16 @@ from pdbus.nodes.limits import check_sampling, check_stop_ids
 BAD: list[dict[str, Any]] = [
     {"max_tokens": 0}, {"min_tokens": -1}, {"temperature": -0.1}, {"temperature": 2.1}, {"top_k": -1}, {"top_p": 0.0},
     {"top_p": 1.1}, {"seed": -1}, {"stop": ("",)}, {"stop": ("x",) * 17}, {"logprobs": 21},
+    {"min_p": 1.1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1}, {"repetition_penalty": 0.0},
+    {"repetition_penalty": 10.5},
 ]  # fmt: skip
-GOOD: list[dict[str, Any]] = [{"temperature": 2.0}, {"seed": 2**63 - 2}, {"top_p": 1.0}, {"logprobs": 20}]
+GOOD: list[dict[str, Any]] = [
+    {"temperature": 2.0},
+    {"seed": 2**63 - 2},
+    {"top_p": 1.0},
+    {"logprobs": 20},
+    {"min_p": 1.0},
+]
 
 
 @pytest.mark.parametrize("fields", BAD, ids=str)

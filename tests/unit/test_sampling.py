@@ -128,3 +128,46 @@ def test_ends_wait_for_min_tokens() -> None:
     sampling = Sampling(min_tokens=2, stop_token_ids=(second, 10**6))
     early, late = (sample(row, [Draw(sampling, 9, sampled)], (best,))[0].token for sampled in (1, 2))
     assert (early, late) == (third, best)
+
+
+def shaped(row: torch.Tensor, sampling: Sampling, known: list[int], sampled: int) -> int:
+    """The greedy token after `known`, of which the last `sampled` are the answer's."""
+    [drawn] = sample(row, [Draw(sampling, len(known), sampled, known)], ())
+    return drawn.token
+
+
+def test_presence_counts_once_and_frequency_each_time() -> None:
+    row = torch.tensor([[5.0, 4.5, 4.0, 0.0]])
+    assert shaped(row, Sampling(presence_penalty=0.6), [0, 0], 2) == 1
+    assert shaped(row, Sampling(presence_penalty=0.4), [0, 0, 0], 3) == 0
+    assert shaped(row, Sampling(frequency_penalty=0.4), [0, 0], 2) == 1
+    assert shaped(row, Sampling(presence_penalty=-0.6), [1], 1) == 1
+
+
+def test_the_prompt_counts_for_repetition_alone() -> None:
+    row = torch.tensor([[5.0, 4.5, -1.0, 0.0]])
+    assert shaped(row, Sampling(presence_penalty=2.0, frequency_penalty=2.0), [0, 3], 1) == 0
+    assert shaped(row, Sampling(repetition_penalty=1.2), [0, 3], 1) == 1
+    assert shaped(-row, Sampling(repetition_penalty=3.0), [2], 1) == 2 and (-row)[0, 2] == 1.0
+
+
+def test_repetition_makes_negative_logits_more_negative() -> None:
+    row = torch.tensor([[-1.0, -1.1]])
+    assert shaped(row, Sampling(repetition_penalty=1.5), [0], 0) == 1
+
+
+def test_a_bias_is_added_and_logprobs_stay_the_model_s() -> None:
+    row = torch.tensor([[5.0, 4.5]])
+    [drawn] = sample(row, [Draw(Sampling(logit_bias=((1, 100.0), (0, -100.0)), logprobs=0), 1, 0)], ())
+    assert drawn.token == 1 and drawn.logprob is not None
+    assert drawn.logprob.logprob == pytest.approx(float(row.log_softmax(-1)[0, 1]))
+    assert row.tolist() == [[5.0, 4.5]]
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.2, 0.9, 1.0])
+def test_min_p_leaves_what_has_that_share_of_the_likeliest(min_p: float) -> None:
+    row = logits(spread=1.0)
+    shares = row[0].double().softmax(0) / row[0].double().softmax(0).max()
+    drawn = set(tokens(row, Sampling(temperature=1.0, min_p=min_p), 400))
+    assert drawn <= set((shares >= min_p * 0.9999).nonzero().flatten().tolist())
+    assert min_p < 1 or len(drawn) == 1

@@ -1,0 +1,177 @@
+"""One request through the gateway: a node is chosen, and another one where the first fails before
+anything has gone out.
+
+What is tried again: a node that is lost, that drains or shuts down, or that failed; at most `TRIES_MAX` times, each at
+another node, within the request's deadline. A node that is full is no failure: when all are, the request waits. What
+a client asked wrongly, no other node would answer otherwise: that error passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdbus.bus.errors import Broken, Closed, DeadlineExceeded, Overloaded, PdError
+from pdbus.bus.generation import Generation, Prompt
+from pdbus.bus.messages import Finished, Sampling, Token
+
+from .fleet_node import FleetNode
+from .prefixes import Read
+
+if TYPE_CHECKING:
+    from .gateway import Gateway
+
+TRIES_MAX = 3  # a request that breaks whoever takes it shall not break all
+LATE_S = 2.0  # after its deadline, for the node to say so
+PULL_S = 0.02  # a request that waited and was not refused within this has room: the next one may try
+RETRY_AFTER_MS = 1000  # where no node has said when to come back
+GOOD = ("stop", "length")
+
+
+class Routed:
+    """An answer as it comes (nodes/http/upstream.py)."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        number: int,
+        prompt: Prompt,
+        *,
+        model: str,
+        sampling: Sampling,
+        deadline_ms: int,
+        stream: bool,
+    ) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.attempt = 0
+        self.finished: Finished | None = None
+        self._gateway = gateway
+        self._model = model
+        self._sampling = sampling
+        self._loop = asyncio.get_running_loop()
+        self._deadline_s = self._loop.time() + deadline_ms / 1000
+        self._streams = stream
+        self._said = False  # a token has gone out
+        self._node: FleetNode | None = None
+        self._generation: Generation | None = None
+        self._failed: dict[tuple[str, bytes], PdError] = {}  # by node's life
+        self._full: dict[tuple[str, bytes], Overloaded] = {}  # since the last wait
+        self._waited = False
+        self._read: Read | None = None
+
+    async def __aenter__(self) -> Routed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._leave()
+
+    def __aiter__(self) -> Routed:
+        return self
+
+    async def __anext__(self) -> Token:
+        while True:
+            if self._generation is None:
+                await self._place()
+            assert self._generation is not None and self._node is not None
+            try:
+                async with asyncio.timeout_at(self._deadline_s + LATE_S):
+                    token = await anext(self._generation)
+            except TimeoutError:
+                await self._leave()
+                raise DeadlineExceeded("the node did not say how the request ended at its deadline") from None
+            except StopAsyncIteration:
+                problem = self._ended(self._generation.finished)
+                if problem is None:
+                    raise
+            except PdError as e:
+                problem = e
+            else:
+                self._node.answered(self._generation)
+                self._said = True
+                return token
+            await self._failed_there(problem)
+
+    def _ended(self, finished: Finished | None) -> Exception | None:
+        """Keep a good end; what is wrong with another one."""
+        if finished is not None and finished.reason in GOOD:
+            self.finished = finished
+            return None
+        return Broken("the node ended the request before its answer was complete")
+
+    async def _failed_there(self, problem: Exception) -> None:
+        """Raises the problem unless another node may be tried."""
+        node, full = self._node, isinstance(problem, Overloaded) and not self._said
+        await self._leave(room=not full)
+        assert node is not None
+        if full:
+            assert isinstance(problem, Overloaded)
+            self._full[node.life] = problem
+            return
+        if not isinstance(problem, Broken | Closed | DeadlineExceeded) or (self._said and self._streams):
+            raise problem
+        self._failed[node.life] = problem
+        self._gateway.counters["retries"] += 1
+        if len(self._failed) >= TRIES_MAX or self._left_s <= 0:
+            raise problem
+
+    @property
+    def _left_s(self) -> float:
+        return self._deadline_s - self._loop.time()
+
+    # ------------------------------------------------------------ a node for it
+
+    async def _place(self) -> None:
+        """Give it to a node. Raises Broken when none is ready, what the last one said when all have failed, Overloaded
+        and DeadlineExceeded when none has room."""
+        gateway = self._gateway
+        if len(gateway.waiting) and not self._waited:
+            await self._wait()  # behind those that wait already
+        while self._left_s > 0:
+            ready = gateway.fleet.ready()
+            if not ready:
+                await gateway.fleet.look()
+                ready = gateway.fleet.ready()
+            if not ready:
+                raise next(reversed(self._failed.values()), None) or gateway.fleet.none_ready()
+            left = [node for node in ready if node.life not in self._failed]
+            free = [node for node in left if node.life not in self._full]
+            if free:
+                if self._read is None:
+                    self._read = await gateway.read(self.prompt)
+                    continue  # meanwhile the nodes may be others
+                self._ask(gateway.choose(self, self._read, free), self._read.length)
+                return
+            if not left:
+                raise next(reversed(self._failed.values()))
+            await self._wait()
+        raise DeadlineExceeded("no node had taken the request within its deadline")
+
+    def _ask(self, node: FleetNode, prompt_tokens: int) -> None:
+        self._node = node
+        self._generation = node.client.generate(
+            self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
+        )
+        node.began(self._generation, prompt_tokens)
+        if self._waited:
+            self._loop.call_later(PULL_S, self._pull, self._generation)
+
+    def _pull(self, generation: Generation) -> None:
+        if generation is self._generation:
+            self._gateway.waiting.room()
+
+    async def _wait(self) -> None:
+        retry_ms = max((full.retry_after_ms for full in self._full.values()), default=RETRY_AFTER_MS)
+        self._full.clear()
+        again, self._waited = self._waited, True
+        await self._gateway.waiting.turn(self._left_s, retry_after_ms=retry_ms, again=again)
+
+    async def _leave(self, *, room: bool = True) -> None:
+        """Cancels at the node what has not ended there. `room`: it has left a place there."""
+        generation, node = self._generation, self._node
+        self._generation = self._node = None
+        if generation is not None and node is not None:
+            await generation.aclose()
+            node.ended(generation)
+            if room:
+                self._gateway.waiting.room()

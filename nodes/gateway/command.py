@@ -1,0 +1,131 @@
+"""`pd gateway`: the process. HTTP and the bus share one loop: nothing here answers heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import uvloop
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdbus.bus.errors import ConfigError
+from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
+from pdbus.bus.station import Station
+from pdbus.nodes.config import node_name, not_insecure
+from pdbus.nodes.http.app import create_app
+from pdbus.nodes.http.errors import JSON
+from pdbus.nodes.http.listening import listen
+from pdbus.nodes.http.server import serve_app
+
+from .endpoints import Endpoint, Endpoints
+from .gateway import Gateway
+from .routing import POLICIES
+
+DRAIN_S = 120  # for answers under way, from the first signal; like a node's
+
+log = logging.getLogger("pdbus.gateway")
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """What the user chose. `http` is HOST:PORT; `http_asked`: it was given, so that a taken port is an error."""
+
+    join: tuple[str, ...]
+    decoders: tuple[Endpoint, ...]
+    prefillers: tuple[Endpoint, ...]
+    http: str
+    http_asked: bool
+    insecure: bool
+    policy: str
+    queue: int
+    name: str
+    record: str
+    record_tokens: bool
+
+
+def run_gateway(config: GatewayConfig) -> int:
+    """Until SIGTERM or SIGINT, then until the answers under way have ended. Raises ConfigError."""
+    check(config)
+    at = http_address(config.http)
+    if not is_loopback(at.host) and not config.insecure:
+        raise ConfigError("--http", not_insecure(config.http, at.host))
+    listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
+    name = config.name or f"gateway-{os.urandom(2).hex()}"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
+    uvloop.run(_run(config, name, listening))
+    return 0
+
+
+def check(config: GatewayConfig) -> None:
+    """Raises ConfigError naming the option at fault."""
+    for address in config.join:
+        parse_address(address, "--join")
+    if not config.join and not config.decoders:
+        raise ConfigError("--join", "is needed: the bus address of a node, or give --decoder-host and --decoder-port")
+    if config.name:
+        try:
+            node_name(config.name)
+        except ValueError as e:
+            raise ConfigError("--name", str(e)) from None
+    if config.policy not in POLICIES:
+        raise ConfigError("--policy", f"there is no {config.policy!r}; give {', '.join(POLICIES)}")
+    if config.record_tokens and not config.record:
+        raise ConfigError("--record-tokens", "needs --record DIR, the recording that they are to stand in")
+    if config.record and os.path.exists(config.record) and not os.path.isdir(config.record):
+        raise ConfigError("--record", f"{config.record} is a file; give a folder")
+
+
+def http_address(text: str) -> Address:
+    """HOST:PORT, an IPv6 host in brackets. Raises ConfigError (`--http`)."""
+    try:
+        return parse_address(f"tcp://{text}", "--http", port_zero=True)
+    except ConfigError:
+        raise ConfigError("--http", f"must be like 127.0.0.1:8000 or [::1]:8000, got {text!r}") from None
+
+
+async def _run(config: GatewayConfig, name: str, listening: socket.socket) -> None:
+    called = (*config.join, *map(str, config.decoders))
+    station = Station(
+        address=",".join(called), role="gateway", name=name, record=config.record or None,
+        record_tokens=config.record_tokens, setting="--record",
+    )  # fmt: skip
+    gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue)
+    endpoints = Endpoints(gateway.fleet, config.decoders, config.prefillers)
+    gateway.looked_by(endpoints.looked)
+    url = _url(listening)
+    try:
+        async with gateway:
+            log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
+            app = create_app(gateway, http=url, more=[Route("/pd/nodes", _nodes(gateway))])
+            serving = asyncio.ensure_future(
+                serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT))
+            )
+            await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                serving.cancel()
+                gateway.fleet.failed.result()  # raises what went wrong
+            await serving
+    finally:
+        endpoints.close()
+        station.close(linger_ms=500)
+
+
+def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
+    async def nodes(_: Request) -> Response:
+        """What the gateway knows of its nodes."""
+        return JSON(await gateway.status())
+
+    return nodes
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    host = own_host() if is_wildcard(host) else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,129 @@
+"""One node as the gateway knows it: what it says of itself, and what the gateway has running there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from pdbus.bus.client import Client
+from pdbus.bus.errors import Broken, PdError
+from pdbus.bus.generation import Generation
+from pdbus.bus.station import Station
+
+from .routing import NodeView
+
+GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
+CUT_S = 1.0  # for a connection that was cut to come back, before requests without a token go elsewhere
+
+
+class FleetNode:
+    """A node at one address, through its lives.
+
+    `unfit` says of its status why the gateway cannot use it, '' when it can; `on_change` hears when `problem` changes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        station: Station,
+        *,
+        joined: bool,
+        unfit: Callable[[dict[str, Any]], str],
+        on_change: Callable[[FleetNode], None],
+    ) -> None:
+        self.address = address
+        self._unfit = unfit
+        self.joined = joined  # named by the user, not found by itself: never forgotten
+        self.client = Client(address, station=station, on_change=self._client_changed)
+        self.name = ""
+        self.incarnation = b""
+        self.problem = "it has not answered yet"  # '' when it can be asked
+        self.status: dict[str, Any] = {}
+        self.answered_s = asyncio.get_running_loop().time()  # when it last did, or was first called
+        self.news = asyncio.Event()  # something has changed: look at once
+        self._on_change = on_change
+        self._open: dict[Generation, None] = {}  # what the gateway has running there
+        self._unanswered: dict[Generation, None] = {}  # of these, those without a token
+        self._others = 0  # requests there that are not ours, at the last status
+        self._sent_tokens = 0  # of prompts sent since
+
+    @property
+    def ready(self) -> bool:
+        return not self.problem and self.client.reachable
+
+    @property
+    def why(self) -> str:
+        """Why it cannot be asked."""
+        lost = "" if self.client.reachable else "the connection to it is lost"
+        return f"{self.name or self.address}: {self.problem or lost}"
+
+    @property
+    def life(self) -> tuple[str, bytes]:
+        return self.name, self.incarnation
+
+    def view(self, matched_tokens: int = 0) -> NodeView:
+        metrics = self.status.get("metrics", {})
+        return NodeView(
+            name=self.name,
+            incarnation=self.incarnation,
+            running=self._others + len(self._open),
+            queued=int(metrics.get("requests_waiting", 0)),
+            queued_tokens=int(metrics.get("waiting_prefill_tokens", 0)) + self._sent_tokens,
+            free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
+            block_size=int(self.status.get("block_size", 16)),
+            matched_tokens=matched_tokens,
+        )
+
+    # ------------------------------------------------------------ what it says
+
+    async def look(self) -> None:
+        """Ask how it is."""
+        self.news.clear()
+        try:
+            async with asyncio.timeout(GREET_S):
+                node = await self.client.node()
+            status = await self.client.status()
+        except TimeoutError:
+            self._is(f"it does not answer at {self.address}")
+        except PdError as e:
+            self._is(str(e))
+        else:
+            self.name, self.incarnation, self.status = node.name, node.incarnation, status
+            self.answered_s = asyncio.get_running_loop().time()
+            self._others = max(0, int(status.get("metrics", {}).get("requests", 0)) - len(self._open))
+            self._sent_tokens = 0
+            self._is(self._unfit(status))
+
+    def _is(self, problem: str) -> None:
+        if problem != self.problem:
+            self.problem = problem
+            self._on_change(self)
+
+    # ------------------------------------------------------------ what runs there
+
+    def began(self, generation: Generation, prompt_tokens: int) -> None:
+        self._open[generation] = self._unanswered[generation] = None
+        self._sent_tokens += prompt_tokens
+
+    def answered(self, generation: Generation) -> None:
+        """Its first token has come."""
+        self._unanswered.pop(generation, None)
+
+    def ended(self, generation: Generation) -> None:
+        self._open.pop(generation, None)
+        self._unanswered.pop(generation, None)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _client_changed(self) -> None:
+        self.news.set()
+        if self._unanswered and not self.client.reachable:
+            asyncio.get_running_loop().call_later(CUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        """Those that wait for their first token need not wait until the node counts as dead."""
+        if not self.client.reachable:
+            for generation in list(self._unanswered):
+                generation.fail(Broken(f"the connection to {self.name} was cut"))

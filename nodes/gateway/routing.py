@@ -1,0 +1,92 @@
+"""Which decode node a request goes to: pure functions from what is known of the nodes to a choice with its scores.
+
+Nothing here knows time, sockets or tokens. The same views and the same turn give the same choice, so that a recorded
+choice can be made again. A policy gives each node a score; the highest wins; equals take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdbus.bus.wire import Declared
+
+BUSY = 1.5  # a node with more than so many times the mean of running requests, and one, is not chosen for its prefix
+RUNNING_TOKENS = 32  # what one more running request costs, in prompt tokens: each slows the steps of all others
+SHORT_FACTOR = 2  # tokens that have no room wait for others to end, which takes longer than to compute them
+
+
+class NodeView(Declared):
+    """A decode node as one choice sees it."""
+
+    name: str
+    incarnation: bytes = b""
+    running: int = 0  # requests there, those that wait included
+    queued: int = 0  # of these, not admitted yet
+    queued_tokens: int = 0  # of prompts, waiting to be computed there
+    free_blocks: int = 0  # that could be given out: free and cached ones
+    block_size: int = 16  # tokens
+    matched_tokens: int = 0  # of the prompt's beginning that are in its prefix cache
+
+
+class Ask(Declared):
+    """`turn` counts choices. `prompt_tokens` is 0 where the prompt's length is not known."""
+
+    turn: int
+    prompt_tokens: int = 0
+
+
+class Choice(Declared):
+    node: str
+    scores: tuple[float, ...]  # in the order of the views
+
+
+Policy = Callable[[Ask, Sequence[NodeView]], list[float]]
+
+
+def round_robin(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
+    """All are equal: they take turns."""
+    return [0.0] * len(nodes)
+
+
+def least_loaded(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
+    """The fewest requests."""
+    return [-float(node.running) for node in nodes]
+
+
+def prefix(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
+    """The longest beginning in its prefix cache, among nodes that are not much busier than the mean; then the fewest
+    requests."""
+    most = BUSY * sum(node.running for node in nodes) / max(1, len(nodes)) + 1
+    return [
+        node.matched_tokens + 1 / (1 + node.running) if node.running <= most else -float(node.running) for node in nodes
+    ]
+
+
+def cost(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
+    """The least work before and beside the answer, in prompt tokens: what is missing of the prompt, what waits before
+    it, who runs beside it, and what has no room."""
+    return [-_cost(ask, node) for node in nodes]
+
+
+def _cost(ask: Ask, node: NodeView) -> float:
+    missing = max(0, ask.prompt_tokens - node.matched_tokens)
+    short = max(0, missing - node.free_blocks * node.block_size)
+    return missing + node.queued_tokens + RUNNING_TOKENS * (node.running + node.queued) + SHORT_FACTOR * short
+
+
+POLICIES: dict[str, Policy] = {
+    "round-robin": round_robin,
+    "least-loaded": least_loaded,
+    "prefix": prefix,
+    "cost": cost,
+}
+DEFAULT_POLICY = "cost"
+KNOWS_PREFIXES = ("prefix", "cost")  # these need the prompt's tokens and what is cached where
+
+
+def choose(policy: str, ask: Ask, nodes: Sequence[NodeView]) -> Choice:
+    """One of the nodes, of which there is at least one. Their order does not matter: equals take turns by name."""
+    scores = POLICIES[policy](ask, nodes)
+    best = max(scores)
+    equals = sorted(node.name for node, score in zip(nodes, scores, strict=True) if score == best)
+    return Choice(node=equals[ask.turn % len(equals)], scores=tuple(scores))
