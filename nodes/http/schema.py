@@ -14,7 +14,8 @@ from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
 from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.messages import Sampling
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, replace
+from pdbus.nodes.json_schema import check_schema
 from pdbus.nodes.limits import (
     DEADLINE_MS_MAX,
     LOGPROBS_MAX,
@@ -61,7 +62,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -100,6 +100,7 @@ class Common(Declared, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
 
     user: str | None = None  # these say who asks and why, nothing about the answer
     metadata: dict[str, Any] | None = None
@@ -142,7 +143,6 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: Any = None
     modalities: list[Any] | None = None
     audio: Any = None
     prediction: Any = None
@@ -201,7 +201,7 @@ def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> 
     return Asked(
         prompt=prompt,
         model=body.model or "",
-        sampling=_sampling(body, max_tokens, logprobs),
+        sampling=replace(_sampling(body, max_tokens, logprobs), json_schema=_schema(body.response_format)),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
@@ -262,6 +262,29 @@ def _biases(biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:
         found.append((int(key), float(bias)))
     check_bias(tuple(found))
     return tuple(found)
+
+
+def _schema(wanted: dict[str, Any] | None) -> str:
+    """OpenAI's three forms: text, json_object, and json_schema, whose name, description and strictness say nothing
+    here: an answer always follows it."""
+    kind = (wanted or {"type": "text"}).get("type")
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return '{"type":"object"}'
+    if kind != "json_schema":
+        raise RequestError(
+            f"response_format.type: must be text, json_object or json_schema, got {kind!r:.40}",
+            param="response_format.type",
+        )
+    named = (wanted or {}).get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        param = "response_format.json_schema.schema"
+        raise RequestError(f"{param}: must be a JSON schema, an object", param=param)
+    text = wire.to_json(schema).decode()
+    check_schema(text, "response_format")
+    return text
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -59,6 +59,13 @@ def test_every_sampling_field_arrives() -> None:
     )  # fmt: skip
 
 
+def test_a_schema_arrives_as_text() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert json.loads(chat(response_format=wanted).sampling.json_schema) == schema
+    assert chat(response_format={"type": "json_object"}).sampling.json_schema == '{"type":"object"}'
+
+
 def test_seed_zero_is_a_seed() -> None:
     """In Sampling, 0 lets the node draw one; a client that sends 0 wants the same answer each time."""
     assert completion(seed=0).sampling.seed == SEED_OF_ZERO
@@ -203,7 +210,18 @@ BAD_CHAT = [
     ({"top_logprobs": 3}, "top_logprobs", "only allowed with logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),
     ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", 'only {"type":"text"} is supported'),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "must be a JSON schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objec"}}}},
+        "response_format",
+        "cannot be followed: Invalid type: objec",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"description": "x" * 70_000}}}},
+        "response_format",
+        "at most 65536 bytes",
+    ),
 ]
 
 
