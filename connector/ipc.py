@@ -103,13 +103,15 @@ class WorkerReady(FromWorker):
 
 
 class RowResult(Declared):
-    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else ''.
+    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else '';
+    `problem` says why its request cannot go on.
     `digests` are those of the prompt's blocks that this row has filled (nodes/digests.py), if they are wanted."""
 
     seq: int
     token: int = -1
     logprob: TokenLogprob | None = None
     wrong_kv: str = ""
+    problem: str = ""
     digests: bytes = b""
 
 

@@ -127,6 +127,8 @@ class WorkerJoin:
         for rank, row in enumerate(rows):
             if row.wrong_kv:
                 return replace(first, wrong_kv=f"rank {rank}: {row.wrong_kv}")
+            if row.problem:
+                return row
             if row.token != first.token:
                 return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
         return replace(first, digests=_xor([row.digests for row in rows[:: self._copies]]))

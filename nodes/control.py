@@ -314,6 +314,8 @@ class Control:
     def _row_ended(self, row: ipc.RowResult) -> ev.StepRowEnded:
         if row.wrong_kv:
             return ev.StepRowEnded(seq=row.seq, problem=f"wrong KV: {row.wrong_kv}")
+        if row.problem:
+            return ev.StepRowEnded(seq=row.seq, problem=row.problem)
         if row.token < 0:
             return ev.StepRowEnded(seq=row.seq, digests=row.digests)
         if self.core.prefills.owns(row.seq):
