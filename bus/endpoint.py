@@ -205,6 +205,11 @@ class Endpoint:
     def _keys_at(self, address: str, setting: str) -> tuple[str, ...]:
         return self.keyring.keys_at(address, setting) if self.keyring is not None else ()
 
+    @property
+    def public(self) -> str:
+        """Our own key, in hexadecimal; '' without keys."""
+        return self.keyring.own.public if self.keyring is not None else ""
+
     def public_of(self, link: str) -> str:
         """The key of who is at the other end, in hexadecimal; '' for nobody, and without keys."""
         found = self._links.get(link) or self._inbound_by_key.get(link)

@@ -96,6 +96,7 @@ class Sampling(Declared):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    json_schema: str = ""  # as JSON text: the answer is JSON that follows it; '': anything
 
 
 class TokenLogprob(Declared):

@@ -103,13 +103,15 @@ class WorkerReady(FromWorker):
 
 
 class RowResult(Declared):
-    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else ''.
+    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else '';
+    `problem` says why its request cannot go on.
     `digests` are those of the prompt's blocks that this row has filled (nodes/digests.py), if they are wanted."""
 
     seq: int
     token: int = -1
     logprob: TokenLogprob | None = None
     wrong_kv: str = ""
+    problem: str = ""
     digests: bytes = b""
 
 
@@ -226,6 +228,9 @@ class ReadEnded(FromMover):
     posted: bool = True
     bytes: int = 0
     transfer_ns: int = 0  # from post to terminal status
+    posts: int = 0
+    runs: int = 0  # contiguous ones, in all posts together
+    post_ns: int = 0  # spent in posting
 
 
 class ReadDoubtful(FromMover):

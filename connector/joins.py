@@ -127,6 +127,8 @@ class WorkerJoin:
         for rank, row in enumerate(rows):
             if row.wrong_kv:
                 return replace(first, wrong_kv=f"rank {rank}: {row.wrong_kv}")
+            if row.problem:
+                return row
             if row.token != first.token:
                 return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
         return replace(first, digests=_xor([row.digests for row in rows[:: self._copies]]))
@@ -187,6 +189,9 @@ class MoverJoin:
                 posted=any(part.posted for part in parts),
                 bytes=sum(part.bytes for part in parts),
                 transfer_ns=max(part.transfer_ns for part in parts),
+                posts=sum(part.posts for part in parts),
+                runs=sum(part.runs for part in parts),
+                post_ns=max(part.post_ns for part in parts),
             )
         ]
 

@@ -18,12 +18,10 @@ from typing import Any
 
 import uvloop
 
-from pdbus.bus.endpoint import Endpoint, Received
+from pdbus.bus.endpoint import Received
 from pdbus.bus.errors import Broken, ConfigError
-from pdbus.bus.keyring import node_keyring
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
-from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoversReady
@@ -34,7 +32,7 @@ from pdbus.connector.slab import Slab, check_available
 
 from . import events as ev
 from . import report
-from .binding import bind_bus
+from .binding import bind_bus, make_bus
 from .checks import check_first_tokens, checked_prompt
 from .children import HttpServer
 from .config import NodeConfig
@@ -43,6 +41,7 @@ from .intake import Intake
 from .key_watch import KeyWatch
 from .kv_checks import wrong_digest
 from .machine_config import core_config, membership_config
+from .measures import Measures
 from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
 from .setup import Setup, set_up
@@ -100,17 +99,11 @@ class Control:
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watchers: list[Callable[[], None]] = []
-        keyring = node_keyring(config.keys, config.name, config.role) if config.keys else None
-        self.endpoint = Endpoint(
-            config.name, self.incarnation, self._on_message,
-            on_link_lost=self._on_link_lost, on_link_refused=self._on_link_lost, keyring=keyring,
-        )  # fmt: skip
-        self.publisher = Publisher(config.name, self.incarnation, context=self.endpoint.context, keyring=keyring)
+        self.measures = Measures()
+        self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
-        self._keys = KeyWatch(self, keyring) if keyring is not None else None
-        self._http = (
-            HttpServer(config, self.address, keyring.own.public if keyring else "") if config.http_port else None
-        )
+        self._keys = KeyWatch(self, self.endpoint.keyring) if self.endpoint.keyring is not None else None
+        self._http = HttpServer(config, self.address, self.endpoint.public) if config.http_port else None
         of_core = core_config(config, setup, self.incarnation)
         of_membership = membership_config(
             config, setup, self.incarnation, address=self.address, http=self.http, events=self.events
@@ -222,6 +215,7 @@ class Control:
         now = time.monotonic_ns()
         recorder, was = self._recorder, self.core.drain_until
         effects = recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now)
+        self.measures.turn(event, effects)
         if was is None and self.core.drain_until is not None:  # a signal's doing, or a client's
             log.info("draining")
         for effect in effects:
@@ -323,6 +317,8 @@ class Control:
     def _row_ended(self, row: ipc.RowResult) -> ev.StepRowEnded:
         if row.wrong_kv:
             return ev.StepRowEnded(seq=row.seq, problem=f"wrong KV: {row.wrong_kv}")
+        if row.problem:
+            return ev.StepRowEnded(seq=row.seq, problem=row.problem)
         if row.token < 0:
             return ev.StepRowEnded(seq=row.seq, digests=row.digests)
         if self.core.prefills.owns(row.seq):
@@ -402,6 +398,7 @@ class Control:
                     self.mover.send(ipc.PeerRemove(peer=message.peer))  # where ranks have it all the same
                 self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
+                self.measures.read_ended(message)
                 self.post(
                     ev.ReadEnded(
                         read=message.read,

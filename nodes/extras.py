@@ -11,7 +11,7 @@ INSTALL = "pip install 'pdbus[node]'"
 # Of pdbus[node] and pdbus[http], which it includes; as they are imported.
 EXTRAS = (
     "numpy", "torch", "safetensors", "gguf", "nixl", *NIXL_FLAVOURS,
-    "starlette", "uvicorn", "tokenizers", "jinja2", "prometheus_client",
+    "starlette", "uvicorn", "tokenizers", "jinja2", "llguidance", "prometheus_client",
 )  # fmt: skip
 OF_ENGINE = {"coded": ("numpy",), "torch": ("numpy", "torch", "safetensors")}
 

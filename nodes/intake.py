@@ -43,6 +43,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
+from .json_schema import check_can_follow, check_schema
 from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
@@ -186,6 +187,9 @@ class Intake:
         check_sampling(s)
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
         check_bias(s.logit_bias, setup.vocab_size)
+        if s.json_schema:
+            check_can_follow(self._tokenizer.spells_text, "json_schema")
+            check_schema(s.json_schema, "json_schema")
         check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")
@@ -324,7 +328,8 @@ class Intake:
                 "reads": core.fetches.rows(),
                 "requests": report.requests(core, now),
                 "ledger": {"clean": clean, **ledger},
-                "metrics": report.metrics(core, control.endpoint.counters.as_dict()),
+                "metrics": report.metrics(core, control.endpoint.counters.as_dict(), now),
+                "measured": [*report.families(core), *control.measures.families()],
             }
         )
 

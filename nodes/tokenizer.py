@@ -44,6 +44,7 @@ class Detokenizer(Protocol):
 
 class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
+    spells_text: bool  # what tokens spell is known exactly, and an engine samples them by it
     vocab_size: int
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
@@ -134,6 +135,7 @@ class ByteTokenizer:
     """
 
     eos_ids: tuple[int, ...] = (0,)
+    spells_text = False
 
     def __init__(self, vocab_size: int = 256) -> None:
         self.vocab_size = vocab_size
@@ -187,6 +189,7 @@ class HFTokenizer:
         self.eos_ids = _eos_ids(folder, settings, self._tokenizer.token_to_id)
         special = {k: _content_of(v) for k, v in settings.items() if k.endswith("_token") and _content_of(v)}
         self._variables = {**special, "tools": None, "documents": None}  # templates ask `is not none`
+        self.spells_text = self._tokenizer.decoder is not None
         self._render = _template(folder, settings)
         self._pieces = Pieces(self._tokenizer)
 

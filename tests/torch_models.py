@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import geometry_for
 from pdbus.nodes.engines.torch_engine import TorchEngine
 from pdbus.nodes.models.config import resolve_model
+from pdbus.nodes.models.random_llama import write_random_llama
+
+from tests.tokenizers_made import byte_level
 
 BLOCK_SIZE = 16
 
@@ -79,6 +84,16 @@ def run(loaded: Loaded, walks: Sequence[Walk], tokens: int) -> None:
             walk.take(result)
     for walk in walks:
         loaded.engine.close(walk.seq)
+
+
+def write_spelling_llama(folder: Path, eos: int) -> Path:
+    """A random model whose tokens spell bytes, token `eos` being its end of sequence."""
+    made = write_random_llama(folder / "tiny", "tiny")
+    copy = Path(shutil.copytree(made, folder / "spelling"))
+    byte_level().save(str(copy / "tokenizer.json"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+    return copy
 
 
 def prompt_of(length: int, vocab: int, seed: int = 0) -> list[int]:

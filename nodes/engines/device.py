@@ -11,6 +11,7 @@ over garbage, and its events lie.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
@@ -21,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from pdbus.bus.errors import ConfigError
+from pdbus.connector.slab import MADV_POPULATE_WRITE
 from pdbus.nodes.kv_view import Bytes
 
 DEVICES = ("cpu", "fake")
@@ -77,7 +79,12 @@ class Cpu:
     """The host, with a memory of its own beside the mirror. Copies take place at once."""
 
     def allocate(self, size_bytes: int) -> memoryview:
-        return memoryview(mmap.mmap(-1, size_bytes))
+        """Faulted in now, on huge pages where there are any, rather than in the first copy to each block."""
+        memory = mmap.mmap(-1, size_bytes)
+        for advice in (mmap.MADV_HUGEPAGE, MADV_POPULATE_WRITE):
+            with contextlib.suppress(OSError):
+                memory.madvise(advice)
+        return memoryview(memory)
 
     def pin(self, memory: memoryview) -> None:
         pass

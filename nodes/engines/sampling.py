@@ -31,6 +31,7 @@ class Draw:
     position: int
     sampled: int
     tokens: Sequence[int] = ()
+    allowed: Tensor | None = None  # [vocab] bool: nothing else may come, whatever else is asked for
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> lis
 
 def _adjusted(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> Tensor:
     """The logits after what each request forbids, favours and penalizes; the same tensor when none does."""
-    rows = [row for row, draw in enumerate(draws) if draw.sampled < draw.sampling.min_tokens or _favours(draw.sampling)]
+    rows = [row for row, draw in enumerate(draws) if _is_shaped(draw)]
     if not rows:
         return logits
     adjusted = logits.clone()
@@ -66,11 +67,17 @@ def _adjusted(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> 
         if draws[row].sampled < draws[row].sampling.min_tokens:
             ends = {*eos_ids, *draws[row].sampling.stop_token_ids}
             adjusted[row, [i for i in sorted(ends) if 0 <= i < logits.shape[1]]] = -torch.inf
+        if (allowed := draws[row].allowed) is not None:
+            adjusted[row].masked_fill_(~allowed, -torch.inf)
+            if adjusted[row].max() == -torch.inf:  # an answer that is complete ends, min_tokens or not
+                adjusted[row] = logits[row].masked_fill(~allowed, -torch.inf)
     return adjusted
 
 
-def _favours(s: Sampling) -> bool:
-    return bool(s.logit_bias or s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1)
+def _is_shaped(draw: Draw) -> bool:
+    s = draw.sampling
+    penalizes = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1
+    return bool(draw.sampled < s.min_tokens or s.logit_bias or penalizes or draw.allowed is not None)
 
 
 def _penalize(logits: Tensor, draw: Draw) -> None:

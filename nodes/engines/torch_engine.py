@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from pdbus.nodes.models.llama import Llama
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
+from .grammar import Grammar, Grammars
 from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
@@ -38,7 +40,13 @@ class _Sequence:
     tokens: array[int]
     prompt: int
     sampling: Sampling
+    grammar: Grammar | None
     blocks: array[int] = field(default_factory=lambda: array("q"))
+
+    def draw(self) -> Draw:
+        """How its next token is chosen."""
+        allowed = self.grammar.allowed() if self.grammar and not self.grammar.problem else None
+        return Draw(self.sampling, len(self.tokens), len(self.tokens) - self.prompt, self.tokens, allowed)
 
 
 class TorchEngine:
@@ -69,6 +77,7 @@ class TorchEngine:
             mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
             self._llama = Llama(mine, weights, self._max_positions)
         self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
+        self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
         self.vocab_size = model.config.vocab
@@ -78,12 +87,16 @@ class TorchEngine:
         if seq in self._sequences:
             raise LocalProtocolError(f"sequence {seq} is already open")
         self._check_tokens(prompt)
-        self._sequences[seq] = _Sequence(array("q", prompt), len(prompt), sampling)
+        grammar = self._grammars.of_schema(sampling.json_schema) if sampling.json_schema else None
+        self._sequences[seq] = _Sequence(array("q", prompt), len(prompt), sampling, grammar)
 
     def force(self, seq: int, tokens: Sequence[int]) -> None:
         """Append tokens that were decided elsewhere; they count as sampled."""
         self._check_tokens(tokens)
-        self._sequence(seq).tokens.extend(array("q", tokens))
+        sequence = self._sequence(seq)
+        sequence.tokens.extend(array("q", tokens))
+        if sequence.grammar:
+            sequence.grammar.take(tokens)
 
     def close(self, seq: int) -> None:
         """Forget a sequence; one that is not open is no error."""
@@ -100,7 +113,9 @@ class TorchEngine:
         results: dict[int, RowResult] = {}
         for i in order:
             result = next(drawn) if spans[i].sample else Drawn(-1, None)
-            results[i] = RowResult(seq=rows[i].seq, token=result.token, logprob=result.logprob)
+            grammar = self._sequences[rows[i].seq].grammar
+            problem = grammar.problem if grammar else ""
+            results[i] = RowResult(seq=rows[i].seq, token=result.token, logprob=result.logprob, problem=problem)
         return [results[i] for i in range(len(rows))]
 
     def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[Drawn]:
@@ -112,10 +127,11 @@ class TorchEngine:
             return []
         logits = logits[: len(sampling)]
         self._check_finite(logits)
-        draws = [Draw(s.sampling, len(s.tokens), len(s.tokens) - s.prompt, s.tokens) for s in sampling]
-        drawn = sample(logits, draws, self._config.eos_ids)
+        drawn = sample(logits, [s.draw() for s in sampling], self._config.eos_ids)
         for sequence, result in zip(sampling, drawn, strict=True):
             sequence.tokens.append(result.token)
+            if sequence.grammar:
+                sequence.grammar.take((result.token,))
         return drawn
 
     def _forward(self, sequences: Sequence[_Sequence], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
@@ -192,7 +208,8 @@ class TorchEngine:
         layout = layout_of(self._geometry, blocks, self._rank)
         memory = torch.zeros(layout.region_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
         cache = KVCache(memory, layout)
-        sequence = _Sequence(array("q", [i % self.vocab_size for i in range(count + 1)]), count, Sampling())
+        tokens = array("q", [i % self.vocab_size for i in range(count + 1)])
+        sequence = _Sequence(tokens, count, Sampling(), None)
         for start, end in ((0, count), (count, count + 1)):
             span = Span(start, end - start, np.arange(blocks, dtype=np.int64), sample=True)
             logits = self._forward([sequence], [span], cache)

@@ -1,0 +1,55 @@
+"""Answers that follow a JSON schema: the first token from P, the others from D, all as on one node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import Live, live_cluster
+from tests.torch_models import write_spelling_llama
+
+pytestmark = pytest.mark.live
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["ok", "n"],
+    "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def spelling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model: Path = write_spelling_llama(tmp_path_factory.mktemp("models"), eos=1)
+    with live_cluster(options={"model": str(model), "deterministic": True, "kv_blocks": 256}) as live:
+        yield live
+        live.check_clean()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "seeded"])
+def test_tokens_are_those_of_one_node(spelling: Live, sampling: dict[str, Any]) -> None:
+    prompt = list(range(10 + len(sampling), 60))
+    here, there = spelling.both_answer(prompt, max_tokens=200, json_schema=json.dumps(SCHEMA), **sampling)
+    assert (here.tokens, here.finished.reason) == (there.tokens, "stop")
+    assert here.finished.timeline.remote
+    assert set(json.loads(here.text)) == {"ok", "n"}
+
+
+def test_http_takes_openai_s_form(spelling: Live) -> None:
+    body = {"prompt": "Say", "max_tokens": 200, "response_format": FORMAT}
+    answer = httpx.post(f"{spelling.decode.http}/v1/completions", json=body, timeout=60).json()
+    assert set(json.loads(answer["choices"][0]["text"])) == {"ok", "n"}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_node_that_cannot_says_so(coded: Live) -> None:
+    answer = httpx.post(f"{coded.decode.http}/v1/completions", json={"prompt": "hi", "response_format": FORMAT})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_value")
+    assert "cannot follow a JSON schema" in error["message"]
