@@ -575,6 +575,17 @@ def test_remove_takes_a_name_too() -> None:
     assert client.commands == [("disconnect", "p0")]
 
 
+@pytest.mark.parametrize("state", ["removing", "removed", "up"])
+def test_a_decode_node_that_was_removed_can_be_added_again(state: str) -> None:
+    """It can be removed, by its name; nothing else about it is for this path."""
+    client = FakeClient()
+    client.says = {**STATUS, "peers": [{"name": "d1", "role": "decode", "state": state, "address": "tcp://d:1"}]}
+    with endpoint_of(name="d1", role="decode") as url:
+        (result,) = add(client, url)
+    assert result["ok"] is (state != "up")
+    assert client.commands == ([] if state == "up" else [("connect", INFO["address"])])
+
+
 def test_what_is_asked_while_an_endpoint_is_looked_up_comes_after_it() -> None:
     """A removal that overtook the adding before it would end with the endpoint added."""
     client = FakeClient()
