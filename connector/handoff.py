@@ -78,6 +78,11 @@ class HandoffConfig(Declared):
     digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
     staged: bool = False  # reads begin and land in a mirror of the device's memory (staging.py)
 
+    @property
+    def attempt_ns(self) -> int:
+        """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
+        return self.answer_ns + self.read_floor_ns + self.claim_ns * (1 + self.claim_repeats)
+
 
 # ---------------------------------------------------------------- P: what Offers hears
 

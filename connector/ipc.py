@@ -228,6 +228,9 @@ class ReadEnded(FromMover):
     posted: bool = True
     bytes: int = 0
     transfer_ns: int = 0  # from post to terminal status
+    posts: int = 0
+    runs: int = 0  # contiguous ones, in all posts together
+    post_ns: int = 0  # spent in posting
 
 
 class ReadDoubtful(FromMover):

@@ -189,6 +189,9 @@ class MoverJoin:
                 posted=any(part.posted for part in parts),
                 bytes=sum(part.bytes for part in parts),
                 transfer_ns=max(part.transfer_ns for part in parts),
+                posts=sum(part.posts for part in parts),
+                runs=sum(part.runs for part in parts),
+                post_ns=max(part.post_ns for part in parts),
             )
         ]
 

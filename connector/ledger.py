@@ -122,6 +122,10 @@ class LeaseLedger:
         """All held leases, oldest first."""
         return list(self._held.values())
 
+    def oldest_ns(self) -> int | None:
+        """Since when the oldest of them is held."""
+        return next((grant.granted_ns for grant in self._held.values()), None)
+
     def held(self, lease: LeaseId) -> Grant | None:
         return self._held.get(lease)
 

@@ -244,6 +244,7 @@ class Mover:
         return None
 
     def _post_slice(self, read: OpenRead) -> None:
+        began = self._clock_ns()
         try:
             posted = read.post(self._agent)
         except ReadFailed as e:
@@ -251,6 +252,7 @@ class Mover:
             return
         read.started_ns = read.started_ns or self._clock_ns()
         self._judge_slice(read, posted, self._agent.post)
+        read.post_ns += self._clock_ns() - began
 
     def _check_read(self, read: OpenRead) -> None:
         for posted in list(read.posted):
@@ -287,6 +289,9 @@ class Mover:
                 posted=read.handles > 0,
                 bytes=0 if read.problem else read.size_bytes,
                 transfer_ns=read.ended_ns - read.started_ns,
+                posts=read.handles,
+                runs=read.runs,
+                post_ns=read.post_ns,
             )
         )
 

@@ -191,6 +191,10 @@ class Offers:
         """How many leases are held; the mover polls fast while any is."""
         return len(self._ledger)
 
+    def oldest_ns(self) -> int | None:
+        """Since when the oldest lease is held."""
+        return self._ledger.oldest_ns()
+
     def tombstones(self) -> int:
         return self._ledger.tombstones()
 

@@ -92,6 +92,8 @@ class OpenRead:
         self.started_ns = 0  # first post
         self.ended_ns = 0  # last terminal status
         self.handles = 0  # how many slices got as far as a handle
+        self.runs = 0  # in these
+        self.post_ns = 0  # spent in posting them
         self.size_bytes = 0  # what has been read
         self.problem = ""
         self.doubted = False
@@ -145,6 +147,7 @@ class OpenRead:
             self._over(next_)
             raise
         self.handles += 1
+        self.runs += len(next_.runs.length)
         self.posted.append(posted)
         self.peer.posted_bytes += next_.size
         next_.agent.open_handles += 1

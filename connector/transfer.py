@@ -113,6 +113,7 @@ class Transfers:
             self.counters[f"read.{heard}.late"] += 1
             return None
         transfer.state = after
+        self.counters[f"read.{heard}"] += 1
         if heard is Heard.OVERDUE:
             self._late.setdefault(transfer.peer, {})[read] = None
             self._deadlines.clear(read)

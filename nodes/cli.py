@@ -180,6 +180,21 @@ def connect(
 
 
 @app.command()
+def disconnect(
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="Bus address of the node that is to part.", callback=_address)
+    ],
+    members: Annotated[
+        list[str], typer.Argument(metavar="MEMBER...", help="Names or bus addresses that it is to part from.")
+    ],
+) -> None:
+    """Make a node part from others, each after its last lease, until it is made to join them again."""
+    from .status_view import disconnect_nodes
+
+    raise typer.Exit(disconnect_nodes(node, members))
+
+
+@app.command()
 def drain(address: Address) -> None:
     """Stop a node from admitting requests; it ends when its leases have."""
     from .status_view import drain_node

@@ -42,6 +42,7 @@ from .core import NodeCore
 from .intake import Intake
 from .kv_checks import wrong_digest
 from .machine_config import core_config, membership_config
+from .measures import Measures
 from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
 from .setup import Setup, set_up
@@ -99,6 +100,7 @@ class Control:
         self._signals = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watchers: list[Callable[[], None]] = []
+        self.measures = Measures()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
         self.publisher = Publisher(config.name, self.incarnation, context=self._context)
@@ -212,6 +214,7 @@ class Control:
         now = time.monotonic_ns()
         recorder, was = self._recorder, self.core.drain_until
         effects = recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now)
+        self.measures.turn(event, effects)
         if was is None and self.core.drain_until is not None:  # a signal's doing, or a client's
             log.info("draining")
         for effect in effects:
@@ -392,6 +395,7 @@ class Control:
                     self.mover.send(ipc.PeerRemove(peer=message.peer))  # where ranks have it all the same
                 self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
+                self.measures.read_ended(message)
                 self.post(
                     ev.ReadEnded(
                         read=message.read,

@@ -245,6 +245,7 @@ class NodeCore:
         for effect in effects:
             if isinstance(effect, ev.EndRequest):
                 self.checks.forget(effect.request)
+                self.peers.circuits.undecided(effect.request)
                 self._fetch(ho.FetchLeft(request=effect.request), now, out)
                 out.append(_request_event("ended", effect.request, reason=effect.reason, code=effect.code))
 
@@ -254,19 +255,14 @@ class NodeCore:
         """The prefill node for a request's next attempt, or None: computed here."""
         if self.healing:  # its mover takes no new reads
             return None
-        if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self._attempt_ns()):
+        if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self.config.handoff.attempt_ns):
             return None
-        return self.peers.next_source(now, lambda p: self._can_prefill(p, r))
+        return self.peers.next_source(r.request, now, lambda p: self._can_prefill(p, r))
 
     def _can_prefill(self, p: ms.Peer, r: Request) -> bool:
         longest = p.hello.max_model_len if p.hello else 0
         fits = not longest or r.prompt_tokens <= longest
         return fits and p.name not in r.tried and not self.fetches.peer_blocked(p.name, p.incarnation)
-
-    def _attempt_ns(self) -> int:
-        """The least time a further attempt may need beside its prefill: an answer, a slow read, the claim window."""
-        h = self.config.handoff
-        return h.answer_ns + h.read_floor_ns + h.claim_ns * (1 + h.claim_repeats)
 
     def _fetch(self, event: ho.FetchEvent, now: int, out: list[ev.NodeEffect]) -> None:
         for effect in self.fetches.handle(event, now):
@@ -286,13 +282,20 @@ class NodeCore:
                 self.requests.prefill_finished(effect.request, now)
             case ho.ReadsFinished():
                 self.requests.claimed(effect.request, now)
-            case ho.Fetched() if self.config.handoff.staged:
-                up = self.requests.fetched_into_mirror(effect.request, now)
-                out += self._stage(up, now) if self.worker_up else []
             case ho.Fetched():
-                self.requests.fetched(effect.request, now)
+                self._fetched(effect.request, now, out)
             case ho.AttemptFailed():
                 self._attempt_failed(effect, now, out)
+
+    def _fetched(self, request: bytes, now: int, out: list[ev.NodeEffect]) -> None:
+        r = self.requests.get(request)
+        assert r is not None
+        out += self.peers.fetched(request, r.node)
+        if not self.config.handoff.staged:
+            self.requests.fetched(request, now)
+            return
+        up = self.requests.fetched_into_mirror(request, now)
+        out += self._stage(up, now) if self.worker_up else []
 
     def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
         """Without a mover nobody would ever report it: `_serve` ends it."""
@@ -301,15 +304,10 @@ class NodeCore:
             peer = peer_key(read.node, read.incarnation, read.epoch)
             out.append(
                 ev.StartRead(
-                    read=read.read,
-                    peer=peer,
-                    begin=read.begin,
-                    end=read.end,
-                    source=read.source,
-                    target=read.target,
+                    read=read.read, peer=peer, begin=read.begin, end=read.end, source=read.source, target=read.target,
                     request=read.request,
                 )
-            )
+            )  # fmt: skip
 
     def _check_kv(self, check: ho.CheckKv, out: list[ev.NodeEffect]) -> None:
         request = self.requests.get(check.request)
@@ -320,15 +318,11 @@ class NodeCore:
         self._fetch(self.checks.answered(event), now, out)
 
     def _attempt_failed(self, failed: ho.AttemptFailed, now: int, out: list[ev.NodeEffect]) -> None:
-        if failed.peer_suspect:
-            self.peers.avoid(failed.node, now)
+        out += self.peers.attempt_failed(failed, now)
         self.requests.attempt_failed(failed)
         self.checks.forget(failed.request)
-        out.append(
-            _request_event(
-                "attempt.failed", failed.request, attempt=failed.attempt, node=failed.node, cause=failed.cause
-            )
-        )
+        data: dict[str, object] = {"attempt": failed.attempt, "node": failed.node, "cause": failed.cause}
+        out.append(_request_event("attempt.failed", failed.request, **data))
 
     # ------------------------------------------------------------ staging
 
@@ -456,23 +450,9 @@ class NodeCore:
 
     # ------------------------------------------------------------ links, time, the end
 
-    def _link_opened(self, event: ev.LinkOpened, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.LinkOpened(address=event.address, link=event.link), now, out)
-
-    def _link_failed(self, event: ev.LinkFailed, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.LinkFailed(address=event.address, problem=event.problem), now, out)
-
-    def _link_lost(self, event: ev.LinkLost, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.LinkLost(link=event.link), now, out)
-
-    def _join(self, event: ev.JoinAsked, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.JoinAsked(address=event.address), now, out)
-
-    def _remove(self, event: ev.RemoveAsked, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.RemoveAsked(target=event.target), now, out)
-
-    def _watch_changed(self, event: ev.WatchChanged, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(ms.WatchChanged(peer=event.peer, watched=event.watched), now, out)
+    def _of_membership(self, event: ev.NodeEvent, now: int, out: list[ev.NodeEffect]) -> None:
+        """What membership alone decides about."""
+        self._membership(_OF_MEMBERSHIP[type(event)](event), now, out)
 
     def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
         """Nothing new is taken in; what is under way goes on, at most DRAIN_NS."""
@@ -520,6 +500,15 @@ def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
     return ev.Publish(topic="request", event=event, data={"request": request.hex(), **data})
 
 
+_OF_MEMBERSHIP: dict[type[ev.NodeEvent], Callable[[Any], ms.MembershipEvent]] = {
+    ev.LinkOpened: lambda e: ms.LinkOpened(address=e.address, link=e.link),
+    ev.LinkFailed: lambda e: ms.LinkFailed(address=e.address, problem=e.problem),
+    ev.LinkLost: lambda e: ms.LinkLost(link=e.link),
+    ev.JoinAsked: lambda e: ms.JoinAsked(address=e.address),
+    ev.RemoveAsked: lambda e: ms.RemoveAsked(target=e.target),
+    ev.WatchChanged: lambda e: ms.WatchChanged(peer=e.peer, watched=e.watched),
+}
+
 _Handler = Callable[[NodeCore, Any, int, list[ev.NodeEffect]], None]
 
 _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
@@ -539,12 +528,12 @@ _HANDLERS: dict[type[ev.NodeEvent], _Handler] = {
     ev.ReadDoubtful: NodeCore._read_doubtful,
     ev.KvChecked: NodeCore._kv_checked,
     ev.CopyEnded: NodeCore._copy_ended,
-    ev.LinkOpened: NodeCore._link_opened,
-    ev.LinkFailed: NodeCore._link_failed,
-    ev.LinkLost: NodeCore._link_lost,
-    ev.JoinAsked: NodeCore._join,
-    ev.RemoveAsked: NodeCore._remove,
-    ev.WatchChanged: NodeCore._watch_changed,
+    ev.LinkOpened: NodeCore._of_membership,
+    ev.LinkFailed: NodeCore._of_membership,
+    ev.LinkLost: NodeCore._of_membership,
+    ev.JoinAsked: NodeCore._of_membership,
+    ev.RemoveAsked: NodeCore._of_membership,
+    ev.WatchChanged: NodeCore._of_membership,
     ev.DrainAsked: NodeCore._drain,
     ev.LeaveAsked: NodeCore._leave,
     ev.Tick: NodeCore._tick,

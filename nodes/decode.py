@@ -19,6 +19,7 @@ computed again is the prompt and every token taken so far.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,6 +108,7 @@ class Requests:
         self._by_client: dict[str, Request] = {}
         self._deadlines: Timers[bytes] = Timers()
         self._orders = 0
+        self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -317,6 +319,7 @@ class Requests:
         return [EmitToken(request=r.request, seq=seq), *self._ends(r, stop, now)]
 
     def preempted(self, sequence: Sequence) -> None:
+        self.counters["preempted"] += 1
         r = self._by_seq[sequence.seq]
         self._wait(r, r.node)
 

@@ -328,7 +328,8 @@ class Intake:
                 "reads": core.fetches.rows(),
                 "requests": report.requests(core, now),
                 "ledger": {"clean": clean, **ledger},
-                "metrics": report.metrics(core, control.endpoint.counters.as_dict()),
+                "metrics": report.metrics(core, control.endpoint.counters.as_dict(), now),
+                "measured": [*report.families(core), *control.measures.families()],
             }
         )
 

@@ -8,6 +8,7 @@ from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
 from pdbus.connector.handoff import (
+    AttemptFailed,
     FetchEvent,
     OfferEvent,
     OwnerEpoch,
@@ -20,11 +21,11 @@ from pdbus.connector.handoff import (
 from pdbus.connector.timers import earliest
 
 from . import events as ev
+from .circuits import Circuits, CircuitState
 from .decode import Source
 
 LOADING = "its memory cannot be read yet"
 RELOAD_NS = 30_000_000_000  # an agent that could not be loaded is tried again so much later: a network may heal
-AVOID_NS = 5_000_000_000  # how long a node that failed an attempt comes last
 
 News = FetchEvent | OfferEvent
 
@@ -40,7 +41,7 @@ class Peers:
         self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
         self._reload_ns: dict[str, int] = {}  # by peer key: when to try again
         self._mover_up = False
-        self._avoided_until: dict[str, int] = {}
+        self.circuits = Circuits()
         self._last = ""  # round robin: the name chosen last
         self._busy: frozenset[str] = frozenset()
         self.drain_asked = False
@@ -113,6 +114,7 @@ class Peers:
     def _forget(self, name: str, incarnation: bytes, out: list[ev.NodeEffect], but: str = "") -> None:
         """Tell the mover that agents of this life are over, but for one epoch's."""
         life = peer_key(name, incarnation, "")
+        self.circuits.forget(life, but)
         for key in [k for k in self._agents if k.startswith(life) and k != but]:
             del self._agents[key]
             self._ready.pop(key, None)
@@ -158,35 +160,47 @@ class Peers:
             del self._reload_ns[key]
         return [self._agents[key] for key in due]
 
+    def circuit(self, peer: ms.Peer) -> CircuitState:
+        return self.circuits.state(_key(peer))
+
     def problem(self, peer: ms.Peer) -> str:
         """Why its memory cannot be read, '' when it can or need not."""
         if not self._reads or peer.role not in PREFILL_ROLES:
             return ""
-        return self._ready.get(peer_key(peer.name, peer.incarnation, peer.epoch), LOADING)
+        return self._ready.get(_key(peer), LOADING)
 
     def awaited(self, peer: ms.Peer) -> str:
         """What a peer that is LOADING waits for, and on which side."""
         if not self._mover_up:
             return "this node's own mover is still starting"
-        if peer_key(peer.name, peer.incarnation, peer.epoch) not in self._agents:
+        if _key(peer) not in self._agents:
             return f"{peer.name} is still starting"
         return f"this node's mover is still connecting to the memory of {peer.name}"
 
     # ------------------------------------------------------------ choosing
 
-    def avoid(self, name: str, now: int) -> None:
-        self._avoided_until[name] = now + AVOID_NS
-
-    def next_source(self, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
+    def next_source(self, request: bytes, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
         """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
-        last, avoided = self._last, self._avoided_until
-        names = sorted(self._membership.prefill_names(), key=lambda n: (avoided.get(n, 0) > now, n <= last, n))
-        for name in names:
-            peer = self._membership.peer(name)
-            if peer is not None and not self.problem(peer) and eligible(peer):
-                self._last = name
+        names = sorted(self._membership.prefill_names(), key=lambda name: (name <= self._last, name))
+        peers = [peer for name in names if (peer := self._membership.peer(name)) is not None]
+        for peer in sorted(peers, key=lambda p: self.circuits.comes_last(_key(p), now)):
+            if not self.problem(peer) and eligible(peer) and self.circuits.admits(_key(peer), now):
+                self._last = peer.name
+                self.circuits.asked(request, _key(peer))
                 return _source(peer)
         return None
+
+    def attempt_failed(self, failed: AttemptFailed, now: int) -> list[ev.NodeEffect]:
+        if not failed.peer_suspect:
+            self.circuits.undecided(failed.request)
+            return []
+        open_ns = self.circuits.failed(failed.request, now)
+        data: dict[str, object] = {"node": failed.node, "for_ms": open_ns // 1_000_000, "cause": failed.cause}
+        return [ev.Publish(topic="node", event="circuit.opened", data=data)] if open_ns else []
+
+    def fetched(self, request: bytes, node: str) -> list[ev.NodeEffect]:
+        closed = self.circuits.fetched(request)
+        return [ev.Publish(topic="node", event="circuit.closed", data={"node": node})] if closed else []
 
 
 def _source(peer: ms.Peer) -> Source:
@@ -202,6 +216,10 @@ def _source(peer: ms.Peer) -> Source:
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
     """Node, incarnation and epoch in one string: what the mover calls a peer. Never reused."""
     return f"{name}/{incarnation.hex()}/{epoch}"
+
+
+def _key(peer: ms.Peer) -> str:
+    return peer_key(peer.name, peer.incarnation, peer.epoch)
 
 
 def _node_event(event: str, peer: ms.Peer, **data: object) -> ev.Publish:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from pdbus.bus import members as ms
+from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.messages import Outcome
 
+from .circuits import CircuitState
 from .core import NodeCore
 from .decode import Request
 from .peers import LOADING
 
 NEWS_CHARS_MAX = 1000
+PREFIX = "pdbus_"  # of every metric's name
+IGNORED = ("ignored.", "unexpected.", "stale", "request.stale", "request.repeated", "renew.not_held")
+
+Sample = tuple[str, dict[str, str], float]  # what stands behind the family's name, labels, value
+Family = tuple[str, str, str, list[Sample]]  # name, type, meaning
 
 
 def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
@@ -79,6 +86,7 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
             "role": p.role,
             "state": p.state.value,
             "detail": p.reason or core.peers.problem(p),
+            "circuit": "" if (circuit := core.peers.circuit(p)) is CircuitState.CLOSED else circuit.value,
             "draining": p.draining,
             "epoch": p.epoch,
             "incarnation": p.incarnation.hex(),
@@ -141,12 +149,19 @@ def _news(event: str, data: dict[str, Any]) -> str:
             return f"{' at '.join(filter(None, (data['node'], data['address'])))} cannot be joined: {data['reason']}"
         case "node.refused":
             return f"{who} was refused: {data['reason']}"
+        case "circuit.opened":
+            wait_s = data["for_ms"] / 1000
+            return f"{who} is not asked for prompts for {wait_s:g} s: attempts fail there, the last: {data['cause']}"
+        case "circuit.closed":
+            return f"{who} is asked for prompts again"
     return ""
 
 
-def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
+def metrics(core: NodeCore, counters: dict[str, int], now: int) -> dict[str, float]:
     """Gauges, and counters whose names end in _total, for /metrics. Names are only ever added."""
-    counts = core.pool.counts()
+    counts, reads = core.pool.counts(), core.fetches.transfers
+    fetching = sum(core.requests.fetching_from().values())
+    oldest = core.offers.oldest_ns()
     return {
         "kv_blocks": counts.total,
         "kv_blocks_free": counts.free,
@@ -154,9 +169,18 @@ def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
         "kv_blocks_in_use": counts.in_use,
         "kv_blocks_quarantined": counts.quarantined,
         "leases_held": core.offers.held(),
-        "reads_open": len(core.fetches.transfers),
+        "lease_age_max_seconds": (now - oldest) / 1e9 if oldest is not None else 0,
+        "tombstones": core.offers.tombstones(),
+        "reads_open": len(reads),
+        "reads_late_blocks": reads.late_blocks(),
+        "reads_overdue_total": reads.counters["read.overdue"],
+        "reads_quarantined_total": reads.counters["read.left"],
+        "reads_reaped_total": reads.counters["read.mover reaped"],
         "requests": len(core.requests),
         "requests_waiting": core.requests.waiting,
+        "requests_fetching": fetching,
+        "requests_running": len(core.requests) - core.requests.waiting - fetching,
+        "requests_preempted_total": core.requests.counters["preempted"],
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
         "agent_epoch": core.epoch,
         "kv_copies_open": len(core.staging),
@@ -167,3 +191,26 @@ def metrics(core: NodeCore, counters: dict[str, int]) -> dict[str, float]:
         "kv_digests_wrong_total": core.fetches.counters["digest.wrong"],
         **{f"bus_{name}_total": count for name, count in counters.items()},
     }
+
+
+CIRCUITS = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
+
+
+def families(core: NodeCore) -> list[Family]:
+    """What has labels: every prefill node's circuit, and the late, doubled and unknown messages of the hand-off."""
+    circuits: list[Sample] = [
+        ("", {"peer": p.name}, CIRCUITS[core.peers.circuit(p)])
+        for p in core.peers.members()
+        if p.name and p.role in PREFILL_ROLES
+    ]
+    machines = {"offer": core.offers.counters, "fetch": core.fetches.counters, "read": core.fetches.transfers.counters}
+    ignored: list[Sample] = [
+        ("_total", {"machine": machine, "what": what}, count)
+        for machine, counters in machines.items()
+        for what, count in counters.items()
+        if what.endswith(".late") or what.startswith(IGNORED)
+    ]
+    return [
+        (f"{PREFIX}peer_circuit", "gauge", "0: asked for prompts; 1: one trial is out; 2: not asked.", circuits),
+        (f"{PREFIX}handoff_ignored", "counter", "Late, doubled, stale and unknown messages and events.", ignored),
+    ]

@@ -1,4 +1,4 @@
-"""What a node says of itself, for people and as JSON; and the two things a tool may ask of it: join, drain."""
+"""What a node says of itself, for people and as JSON; and the things a tool may ask of it: join, part, drain."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rich.markup import escape
 from rich.text import Text
 
 from pdbus.bus.client import Client
+from pdbus.bus.messages import Outcome
 
 from .tables import output, pairs, print_json, table
 
 WATCH_S = 1.0
 REQUEST_CHARS = 8  # of a request's id
 EXIT_UNCLEAN = 1
-PEERS = ("name", "role", "state", "draining", "leases", "fetches", "address", "detail")
+PEERS = ("name", "role", "state", "circuit", "draining", "leases", "fetches", "address", "detail")
 REQUESTS = ("request", "state", "age_ms", "prompt_tokens", "cached_tokens", "generated", "attempts", "prefill_node")
 
 Status = Mapping[str, Any]
@@ -125,9 +126,22 @@ def connect_nodes(node: str, members: Sequence[str]) -> int:
 
 async def _connect(node: str, members: Sequence[str]) -> int:
     async with Client(node) as client:
-        outcomes = await client.connect(members)
+        return _told(await client.connect(members), "joined")
+
+
+def disconnect_nodes(node: str, members: Sequence[str]) -> int:
+    """Asks `node` to part, prints one line for each member. 1 when one of them is no member."""
+    return asyncio.run(_disconnect(node, members))
+
+
+async def _disconnect(node: str, members: Sequence[str]) -> int:
+    async with Client(node) as client:
+        return _told(await client.disconnect(members), "removed")
+
+
+def _told(outcomes: Sequence[Outcome], done: str) -> int:
     for outcome in outcomes:
-        said = "[green]joined[/green]" if outcome.ok else "[red]not joined[/red]"
+        said = f"[green]{done}[/green]" if outcome.ok else f"[red]not {done}[/red]"
         output().print(f"{escape(outcome.target)}  {said}  {escape(outcome.detail)}".rstrip())
     return int(not all(outcome.ok for outcome in outcomes))
 

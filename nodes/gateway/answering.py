@@ -140,19 +140,19 @@ class Routed:
                 if self._read is None:
                     self._read = await gateway.read(self.prompt)
                     continue  # meanwhile the nodes may be others
-                self._ask(gateway.choose(self, self._read, free), self._read.length)
+                self._ask(*gateway.choose(self, self._read, free))
                 return
             if not left:
                 raise next(reversed(self._failed.values()))
             await self._wait()
         raise DeadlineExceeded("no node had taken the request within its deadline")
 
-    def _ask(self, node: FleetNode, prompt_tokens: int) -> None:
+    def _ask(self, node: FleetNode, missing_tokens: int) -> None:
         self._node = node
         self._generation = node.client.generate(
             self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
         )
-        node.began(self._generation, prompt_tokens)
+        node.began(self._generation, missing_tokens)
         if self._waited:
             self._loop.call_later(PULL_S, self._pull, self._generation)
 

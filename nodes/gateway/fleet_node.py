@@ -9,12 +9,13 @@ from typing import Any
 from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.generation import Generation
+from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
 from .routing import NodeView
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
-CUT_S = 1.0  # for a connection that was cut to come back, before requests without a token go elsewhere
+CUT_S = 1.0  # for a connection that was cut to come back, before requests are taken away
 
 
 class FleetNode:
@@ -44,9 +45,9 @@ class FleetNode:
         self.news = asyncio.Event()  # something has changed: look at once
         self._on_change = on_change
         self._open: dict[Generation, None] = {}  # what the gateway has running there
-        self._unanswered: dict[Generation, None] = {}  # of these, those without a token
+        self._unanswered: dict[Generation, int] = {}  # of these, those without a token: what they have to compute
         self._others = 0  # requests there that are not ours, at the last status
-        self._sent_tokens = 0  # of prompts sent since
+        self._giving_up: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -69,7 +70,7 @@ class FleetNode:
             incarnation=self.incarnation,
             running=self._others + len(self._open),
             queued=int(metrics.get("requests_waiting", 0)),
-            queued_tokens=int(metrics.get("waiting_prefill_tokens", 0)) + self._sent_tokens,
+            queued_tokens=max(int(metrics.get("waiting_prefill_tokens", 0)), sum(self._unanswered.values())),
             free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
             block_size=int(self.status.get("block_size", 16)),
             matched_tokens=matched_tokens,
@@ -92,7 +93,6 @@ class FleetNode:
             self.name, self.incarnation, self.status = node.name, node.incarnation, status
             self.answered_s = asyncio.get_running_loop().time()
             self._others = max(0, int(status.get("metrics", {}).get("requests", 0)) - len(self._open))
-            self._sent_tokens = 0
             self._is(self._unfit(status))
 
     def _is(self, problem: str) -> None:
@@ -102,9 +102,10 @@ class FleetNode:
 
     # ------------------------------------------------------------ what runs there
 
-    def began(self, generation: Generation, prompt_tokens: int) -> None:
-        self._open[generation] = self._unanswered[generation] = None
-        self._sent_tokens += prompt_tokens
+    def began(self, generation: Generation, missing_tokens: int) -> None:
+        """`missing_tokens`: of its prompt, what this node has not cached."""
+        self._open[generation] = None
+        self._unanswered[generation] = missing_tokens
 
     def answered(self, generation: Generation) -> None:
         """Its first token has come."""
@@ -115,15 +116,35 @@ class FleetNode:
         self._unanswered.pop(generation, None)
 
     def close(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         self.client.close()
 
     def _client_changed(self) -> None:
         self.news.set()
-        if self._unanswered and not self.client.reachable:
-            asyncio.get_running_loop().call_later(CUT_S, self._give_up)
+        if self._open and not self.client.reachable and self._giving_up is None:
+            self._giving_up = asyncio.ensure_future(self._give_up())
 
-    def _give_up(self) -> None:
-        """Those that wait for their first token need not wait until the node counts as dead."""
+    async def _give_up(self) -> None:
+        """Requests need not wait until a silent node counts as dead: not those without a token, which can go elsewhere,
+        and none at all when nobody listens there any more."""
+        await asyncio.sleep(CUT_S)
+        gone = not await _listens(self.address)
         if not self.client.reachable:
-            for generation in list(self._unanswered):
+            for generation in list(self._open if gone else self._unanswered):
                 generation.fail(Broken(f"the connection to {self.name} was cut"))
+        self._giving_up = None
+
+
+async def _listens(address: str) -> bool:
+    """Whether somebody may listen there: only a connection that is refused says no."""
+    at = parse_address(address, "address")
+    try:
+        async with asyncio.timeout(CUT_S):
+            _, writer = await asyncio.open_connection(at.host, at.port)
+        writer.close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        pass
+    return True

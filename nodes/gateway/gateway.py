@@ -62,8 +62,9 @@ class Gateway:
         """The prompt's tokens, where the policy asks for them."""
         return await self.prefixes.read(prompt) if self.prefixes is not None else Read()
 
-    def choose(self, request: Routed, read: Read, nodes: Sequence[FleetNode]) -> FleetNode:
-        """One of these for the request's next try; recorded with what it was chosen from."""
+    def choose(self, request: Routed, read: Read, nodes: Sequence[FleetNode]) -> tuple[FleetNode, int]:
+        """One of these for the request's next try, and how many tokens of the prompt are not cached there. It is
+        recorded with what it was chosen from."""
         request.attempt += 1
         self.counters["choices"] += 1
         ask = Ask(turn=self.counters["choices"], prompt_tokens=read.length)
@@ -81,7 +82,8 @@ class Gateway:
                 choice=choice,
             )
         )
-        return next(node for node in nodes if node.name == choice.node)
+        place = next(i for i, node in enumerate(nodes) if node.name == choice.node)
+        return nodes[place], read.length - matched[place]
 
     def looked_by(self, watcher: Callable[[FleetNode], None]) -> None:
         """Call it after every look at a node that can be asked."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pdbus.bus.wire import Declared
 
 BUSY = 1.5  # a node with more than so many times the mean of running requests, and one, is not chosen for its prefix
-RUNNING_TOKENS = 32  # what one more running request costs, in prompt tokens: each slows the steps of all others
+RUNNING_TOKENS = 8  # what one more running request costs, in prompt tokens: each slows the steps of all others
 SHORT_FACTOR = 2  # tokens that have no room wait for others to end, which takes longer than to compute them
 
 
@@ -80,7 +80,7 @@ POLICIES: dict[str, Policy] = {
     "prefix": prefix,
     "cost": cost,
 }
-DEFAULT_POLICY = "cost"
+DEFAULT_POLICY = "prefix"
 KNOWS_PREFIXES = ("prefix", "cost")  # these need the prompt's tokens and what is cached where
 
 

@@ -1,8 +1,8 @@
 """A request's answer in OpenAI's words: whole, or as the chunks of a stream.
 
-Beyond OpenAI: `pd_timeline` in the whole answer, or in the chunk that carries finish_reason (where the request's time
-went, milliseconds and bytes), and `token_ids` in each choice when return_token_ids asks for them. The id ends in the
-decode node's request id, so that a recording can be asked for it.
+Beyond OpenAI: `pd_timeline` in the whole answer, of several choices in each, or in the chunk that carries finish_reason
+(where the time went, milliseconds and bytes), and `token_ids` in each choice when return_token_ids asks for them. The
+id ends in the decode node's request id, that of the first choice, so that a recording can be asked for it.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
 class Answer:
-    """Builds the objects of one answer. `Chat` and `Completion` say what differs between the two APIs."""
+    """Builds the objects of one answer's choice. `Chat` and `Completion` say what differs between the two APIs."""
 
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def __init__(self, asked: Asked, model: str, created_s: int) -> None:
+    def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
         self._asked = asked
         self._model = model
         self._created_s = created_s
+        self._index = index
 
     def opening(self, request: bytes) -> list[dict[str, Any]]:
         """Chunks that come before the first token's."""
         return []
 
-    def chunk(self, token: Token) -> dict[str, Any]:
-        return self._chunk(token.request, self._choice(self._delta(token.text), [token], None))
+    def chunk(self, request: bytes, token: Token) -> dict[str, Any]:
+        return self._chunk(request, self._choice(self._delta(token.text), [token], None))
 
-    def closing(self, finished: Finished) -> list[dict[str, Any]]:
-        """Chunks that come after the last token's: why it ended, and the usage when that was asked for."""
-        end = self._chunk(finished.request, self._choice(self._last_delta(), [], finished.reason))
-        end["pd_timeline"] = timeline(finished.timeline)
-        if not self._asked.include_usage:
-            return [end]
-        return [end, {**self._chunk(finished.request), "usage": usage(finished)}]
+    def closing(self, request: bytes, finished: Finished) -> dict[str, Any]:
+        """The chunk that comes after the last token's: why it ended."""
+        end = self._chunk(request, self._choice(self._last_delta(), [], finished.reason))
+        return {**end, "pd_timeline": timeline(finished.timeline)}
 
-    def whole(self, tokens: Sequence[Token], finished: Finished) -> dict[str, Any]:
+    def counted(self, request: bytes, used: dict[str, Any]) -> dict[str, Any]:
+        """The chunk that comes last of all, where usage is asked for."""
+        return {**self._chunk(request), "usage": used}
+
+    def choice(self, tokens: Sequence[Token], finished: Finished) -> dict[str, Any]:
+        """All of it."""
         text = "".join(token.text for token in tokens)
-        return {
-            **self._head(finished.request, self.WHOLE),
-            "choices": [self._choice(self._whole_text(text), tokens, finished.reason)],
-            "usage": usage(finished),
-            "pd_timeline": timeline(finished.timeline),
-        }
+        return self._choice(self._whole_text(text), tokens, finished.reason)
+
+    def whole(self, choices: Sequence[dict[str, Any]], ends: Sequence[Finished], n: int) -> dict[str, Any]:
+        """The answer of all choices; they ended as `ends` says, `n` to each prompt."""
+        head, times = self._head(ends[0].request, self.WHOLE), [timeline(end.timeline) for end in ends]
+        if len(choices) == 1:
+            return {**head, "choices": list(choices), "usage": usage(ends, n), "pd_timeline": times[0]}
+        timed = [{**choice, "pd_timeline": each} for choice, each in zip(choices, times, strict=True)]
+        return {**head, "choices": timed, "usage": usage(ends, n)}
 
     def _head(self, request: bytes, kind: str) -> dict[str, Any]:
         identity = f"{self.PREFIX}-{request.hex()}"
@@ -65,7 +71,7 @@ class Answer:
     def _choice(self, said: dict[str, Any], tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
         wanted = self._asked.sampling.logprobs is not None and tokens
         logprobs = self._logprobs(tokens) if wanted else None
-        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": self._index, **said, "logprobs": logprobs, "finish_reason": reason}
         if self._asked.return_token_ids:
             choice["token_ids"] = [i for token in tokens for i in wire.unpack_u32(token.tokens)]
         return choice
@@ -86,8 +92,8 @@ class Answer:
 class Completion(Answer):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Asked, model: str, created_s: int) -> None:
-        super().__init__(asked, model, created_s)
+    def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
+        super().__init__(asked, model, created_s, index)
         self._offset = 0  # characters of the answer before the message at hand
 
     def _delta(self, text: str) -> dict[str, Any]:
@@ -158,12 +164,15 @@ def _name(token: int, piece: bytes | None) -> str:
     return f"token_id:{token}" if piece is None else piece.decode(errors="replace")
 
 
-def usage(finished: Finished) -> dict[str, Any]:
+def usage(ends: Sequence[Finished], n: int) -> dict[str, Any]:
+    """Of all choices together. A prompt counts once, however many answers it has: `n`, next to each other."""
+    prompt = sum(end.prompt_tokens for end in ends[::n])
+    completion = sum(end.completion_tokens for end in ends)
     return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
-        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in ends[::n])},
     }
 
 

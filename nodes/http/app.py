@@ -91,10 +91,10 @@ class Node:
 
     async def metrics(self, _: Request) -> Response:
         try:
-            numbers = (await self.status()).get("metrics", {})
+            status: dict[str, Any] | None = await self.status()
         except PdError:
-            numbers = None
-        return Response(self._metrics.text(numbers), media_type=CONTENT_TYPE)
+            status = None
+        return Response(self._metrics.text(status), media_type=CONTENT_TYPE)
 
     async def info(self, _: Request) -> Response:
         """What another node needs to call this one over the bus."""

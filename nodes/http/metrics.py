@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PREFIX = "pdbus_"
+from .node_metrics import PREFIX, NodeMetrics
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # up to a request's deadline
 
 __all__ = ["CONTENT_TYPE", "HttpMetrics", "Measured"]
-
-
-class NodeNumbers(Collector):
-    """status()["metrics"] under the project's prefix; names that end in _total are counters."""
-
-    def __init__(self) -> None:
-        self.numbers: Mapping[str, Any] = {}
-
-    def collect(self) -> Iterator[Metric]:
-        for name, value in self.numbers.items():
-            full = PREFIX + re.sub(r"\W", "_", name.removeprefix(PREFIX), flags=re.ASCII)
-            if full.endswith("_total"):
-                yield CounterMetricFamily(full, "Counted by the node.", value=value)
-            else:
-                yield GaugeMetricFamily(full, "Told by the node.", value=value)
 
 
 class HttpMetrics:
@@ -40,7 +23,7 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._node = NodeNumbers()
+        self._node = NodeMetrics()
         self.registry.register(self._node)
         ProcessCollector(namespace="pdbus_http", registry=self.registry)
         self._up = Gauge(PREFIX + "node_up", "Whether the node answered.", registry=self.registry)
@@ -70,9 +53,9 @@ class HttpMetrics:
         self._first_token.observe(seconds)
 
     def text(self, node: Mapping[str, Any] | None) -> bytes:
-        """All of it in Prometheus' text format; `node` are the node's numbers, None when it did not answer."""
+        """All of it in Prometheus' text format; `node` is its status, None when it did not answer."""
         self._up.set(node is not None)
-        self._node.numbers = node or {}
+        self._node.status = node or {}
         return generate_latest(self.registry)
 
 

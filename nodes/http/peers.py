@@ -101,12 +101,18 @@ class PrefillEndpoints:
     async def _find_to_add(self, endpoint: str) -> Asking:
         try:
             info = await fetch_info(endpoint)
+            fits = info.role in PREFILL_ROLES or await self._was_removed(info.name)
         except PdError as e:
             return partial(_failed, endpoint, str(e))
-        if info.role not in PREFILL_ROLES:
+        if not fits:
             return partial(_failed, endpoint, f"is no prefill node: {info.role}", info.name)
         self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
         return partial(_ask, endpoint, info.name, self._upstream.connect, info.address)
+
+    async def _was_removed(self, name: str) -> bool:
+        """A decode node could be, and so must be able to come back."""
+        peers = (await self._upstream.status()).get("peers", [])
+        return any(peer["name"] == name and peer["state"] in ("removing", "removed") for peer in peers)
 
     async def _find_to_remove(self, endpoint: str) -> Asking:
         try:

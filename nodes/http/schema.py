@@ -31,10 +31,12 @@ from pdbus.nodes.limits import (
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
 SEED_OF_ZERO = SEED_MAX  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
+CHOICES_MAX = 128  # OpenAI's; each is a request of its own at the node
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Inclusive, in the field's own unit.
 RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, CHOICES_MAX),
     "max_tokens": (1, UNTIL_FULL - 1),
     "max_completion_tokens": (1, UNTIL_FULL - 1),
     "min_tokens": (0, UNTIL_FULL - 1),
@@ -53,7 +55,6 @@ RANGES: dict[str, tuple[float, float]] = {
 
 # What leaves the answer as it is; null always does, and nothing else where there is no such value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -151,10 +152,14 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-class Asked(Declared):
-    """One request as the node takes it, and how its answer is wanted."""
+Prompt = str | list[dict[str, Any]] | list[int]
 
-    prompt: str | list[dict[str, Any]] | list[int]
+
+class Asked(Declared):
+    """What is asked of the node, and how its answers are wanted: `n` to each prompt, in order."""
+
+    prompts: list[Prompt]
+    n: int
     model: str
     sampling: Sampling
     stream: bool
@@ -167,7 +172,7 @@ def parse_completion(data: bytes) -> Asked:
     """The body of /v1/completions. Raises RequestError naming the field at fault."""
     body = wire.decode_json(data, CompletionBody)
     limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _asked(body, _prompt(body.prompt), limit, body.logprobs)
+    return _asked(body, _prompts(body.prompt), limit, body.logprobs)
 
 
 def parse_chat(data: bytes) -> Asked:
@@ -176,7 +181,7 @@ def parse_chat(data: bytes) -> Asked:
     if not body.messages:
         raise RequestError("messages: must hold at least one message", param="messages")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    return _asked(body, messages, _chat_limit(body), _chat_logprobs(body))
+    return _asked(body, [messages], _chat_limit(body), _chat_logprobs(body))
 
 
 def _chat_limit(body: ChatBody) -> int:
@@ -188,8 +193,12 @@ def _chat_limit(body: ChatBody) -> int:
     return given[0] if given else UNTIL_FULL
 
 
-def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> Asked:
+def _asked(body: Common, prompts: list[Any], max_tokens: int, logprobs: int | None) -> Asked:
     _check_ranges(body)
+    n = body.n or 1
+    if n * len(prompts) > CHOICES_MAX:
+        problem = f"n: {n} answers to each of {len(prompts)} prompts are more than {CHOICES_MAX}"
+        raise RequestError(problem, param="n")
     _check_neutral(body)
     if body.model == "":
         raise RequestError("model: must not be empty: name the model, or leave the field out", param="model")
@@ -199,7 +208,8 @@ def _asked(body: Common, prompt: Any, max_tokens: int, logprobs: int | None) -> 
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only allowed with stream true", param="stream_options")
     return Asked(
-        prompt=prompt,
+        prompts=prompts,
+        n=n,
         model=body.model or "",
         sampling=replace(_sampling(body, max_tokens, logprobs), json_schema=_schema(body.response_format)),
         stream=bool(body.stream),
@@ -303,17 +313,23 @@ def _token_ids(ids: list[Any], name: str, ids_max: int) -> list[int]:
     return ids
 
 
-def _prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
-    """OpenAI's four forms; those of several prompts only with one."""
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0] if isinstance(prompt[0], str) else list(prompt[0])
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """OpenAI's four forms: text, token ids, a list of either."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [_prompt(prompt, "prompt")]
     if not prompt:
         raise RequestError("prompt: must not be empty", param="prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt[0], int):
-        raise RequestError(f"prompt: only one prompt per request is supported, got {len(prompt)}", param="prompt")
-    return _token_ids(prompt, "prompt", wire.FRAME_BYTES_MAX // 4)
+    if len(prompt) == 1:
+        return [_prompt(prompt[0], "prompt")]
+    return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+
+
+def _prompt(prompt: Any, path: str) -> Prompt:
+    if isinstance(prompt, int):
+        raise RequestError(f"{path}: must be text or token ids like the others, got {prompt}", param=path)
+    if not prompt:
+        raise RequestError(f"{path}: must not be empty", param=path)
+    return prompt if isinstance(prompt, str) else _token_ids(prompt, path, wire.FRAME_BYTES_MAX // 4)
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""One request at what answers (a node, a cluster), its answer streamed as server-sent events or sent whole.
+"""One request at what answers (a node, a cluster), its answer streamed as server-sent events or sent whole. Several
+choices (`n`, several prompts) are several requests there, side by side; the first that fails ends all of them.
 
 A refusal comes before the first token, so the status line waits for that token; what goes wrong later is an error
 event, and only a good end is followed by [DONE]. A client that leaves cancels its request at the node. A client that
@@ -9,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pdbus.bus import wire
 from pdbus.bus.errors import Closed, PdError, RequestError
-from pdbus.bus.messages import Token
+from pdbus.bus.messages import Sampling, Token
+from pdbus.bus.wire import replace
+from pdbus.nodes.limits import SEED_MAX
 
-from .answer import Answer
+from .answer import Answer, usage
 from .errors import JSON, error_object, good_end
 from .metrics import HttpMetrics
 from .schema import Asked
@@ -42,6 +45,7 @@ SSE_START = {
 }
 DONE = b"data: [DONE]\n\n"
 
+T = TypeVar("T")
 CheckModel = Callable[[str], Awaitable[str]]
 
 
@@ -66,25 +70,32 @@ class Generate:
         started_s = time.monotonic()
         asked = self._parse(await read_body(Request(scope, receive)))
         model = await self._check_model(asked.model)
-        answer = self._answer(asked, model, int(time.time()))
-        await while_connected(receive, self._respond(asked, answer, started_s, scope, receive, send))
+        created_s = int(time.time())
+        answers = [self._answer(asked, model, created_s, i) for i in range(len(asked.prompts) * asked.n)]
+        await while_connected(receive, self._respond(asked, answers, started_s, scope, receive, send))
 
     async def _respond(
-        self, asked: Asked, answer: Answer, started_s: float, scope: Scope, receive: Receive, send: Send
+        self, asked: Asked, answers: Sequence[Answer], started_s: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with self._upstream.generate(
-            asked.prompt,
-            model=asked.model,
-            sampling=asked.sampling,
-            deadline_ms=asked.deadline_ms,
-            stream=asked.stream,
-        ) as generation:
-            tokens = self._timed(aiter(generation), started_s)
+        async with AsyncExitStack() as stack:
+            choices = []
+            for answer, (prompt, sampling) in zip(answers, each_choice(asked), strict=True):
+                generation = await stack.enter_async_context(
+                    self._upstream.generate(
+                        prompt,
+                        model=asked.model,
+                        sampling=sampling,
+                        deadline_ms=asked.deadline_ms,
+                        stream=asked.stream,
+                    )
+                )
+                choices.append(Choice(answer, generation, self._timed(aiter(generation), started_s)))
             if asked.stream:
-                await _send_stream(answer, generation, tokens, send)
-            else:
-                said = await _whole(tokens)
-                await JSON(answer.whole(said, good_end(generation.finished)))(scope, receive, send)
+                await _send_stream(choices, asked, send)
+                return
+            said = await together([choice.whole() for choice in choices])
+            ends = [good_end(choice.generation.finished) for choice in choices]
+            await JSON(answers[0].whole(said, ends, asked.n))(scope, receive, send)
 
     async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
         first = True
@@ -98,35 +109,95 @@ class Generate:
             raise Closed("the HTTP server was told to stop") from None  # if the client left, it will not see this
 
 
-async def _whole(tokens: AsyncIterator[Token]) -> list[Token]:
-    """All of an answer, which may begin again elsewhere, since nothing of it has gone out."""
-    said: list[Token] = []
-    async for token in tokens:
-        if token.index == 0:
-            said.clear()
-        said.append(token)
-    return said
+def each_choice(asked: Asked) -> list[tuple[Any, Sampling]]:
+    """Prompt and sampling of every choice, `n` to a prompt. With a seed each of these has one of its own, the first the
+    one that was given; without the node draws them."""
+    seed = asked.sampling.seed
+    return [
+        (prompt, replace(asked.sampling, seed=(seed + i) % SEED_MAX or SEED_MAX) if seed and i else asked.sampling)
+        for prompt in asked.prompts
+        for i in range(asked.n)
+    ]
 
 
-async def _send_stream(answer: Answer, generation: Answering, tokens: AsyncIterator[Token], send: Send) -> None:
+class Choice(NamedTuple):
+    """One answer on its way."""
+
+    answer: Answer
+    generation: Answering
+    tokens: AsyncIterator[Token]
+
+    async def whole(self) -> dict[str, Any]:
+        """All of it; it may begin again elsewhere, since nothing of it has gone out."""
+        said: list[Token] = []
+        async for token in self.tokens:
+            if token.index == 0:
+                said.clear()
+            said.append(token)
+        return self.answer.choice(said, good_end(self.generation.finished))
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each gives. The first that fails ends all, and is what is raised."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except* PdError as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class Events:
+    """The event stream of one response, begun with its first event."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._one_at_a_time = asyncio.Lock()
+        self.begun = False
+        self.request = b""  # whose first token came first: all chunks bear its id
+
+    async def say(self, *events: dict[str, Any], end: bytes = b"") -> None:
+        body = b"".join(b"data: " + wire.to_json(event) + b"\n\n" for event in events)
+        async with self._one_at_a_time:
+            await self._send({"type": "http.response.body", "body": body + end, "more_body": True})
+
+    async def begin(self, request: bytes) -> None:
+        async with self._one_at_a_time:
+            if not self.begun:
+                self.begun, self.request = True, request
+                await self._send(SSE_START)
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_stream(choices: Sequence[Choice], asked: Asked, send: Send) -> None:
+    events = Events(send)
+    try:
+        await together([_send_choice(choice, events) for choice in choices])
+        ends = [good_end(choice.generation.finished) for choice in choices]
+        used = [choices[0].answer.counted(events.request, usage(ends, asked.n))] if asked.include_usage else []
+        await events.say(*used, end=DONE)
+    except PdError as e:
+        if not events.begun:
+            raise
+        await events.say(error_object(e)[1])
+    await events.finish()
+
+
+async def _send_choice(choice: Choice, events: Events) -> None:
+    answer, generation, tokens = choice
     first = await anext(tokens, None)
     if first is None:
-        good_end(generation.finished)
-    await send(SSE_START)
-    try:
-        if first is not None:
-            await _send_events(send, *answer.opening(first.request), answer.chunk(first))
-        async for token in tokens:
-            await _send_events(send, answer.chunk(token))
-        await _send_events(send, *answer.closing(good_end(generation.finished)), end=DONE)
-    except PdError as e:
-        await _send_events(send, error_object(e)[1])
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_events(send: Send, *events: dict[str, Any], end: bytes = b"") -> None:
-    body = b"".join(b"data: " + wire.to_json(event) + b"\n\n" for event in events)
-    await send({"type": "http.response.body", "body": body + end, "more_body": True})
+        await events.begin(good_end(generation.finished).request)
+    else:
+        await events.begin(first.request)
+        await events.say(*answer.opening(events.request), answer.chunk(events.request, first))
+    async for token in tokens:
+        await events.say(answer.chunk(events.request, token))
+    await events.say(answer.closing(events.request, good_end(generation.finished)))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -12,6 +12,7 @@ from ..core import NodeCore
 from ..recording import CoreBegan, CoreRaised
 from ..report import ledger
 from .blocks import Blocks
+from .check_circuits import CircuitCheck
 from .check_clock import ClockCheck
 from .check_copies import CopyCheck
 from .check_leases import LeaseCheck
@@ -92,7 +93,7 @@ class Runner:
         self._copies = CopyCheck(report, self._blocks)
         self._drained = Drained(report)
         of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks), self._copies]
-        others = [self._requests, self._leases, MessageCheck(report, run.facts), self._drained]
+        others = [self._requests, self._leases, MessageCheck(report, run.facts), CircuitCheck(report), self._drained]
         self._checks = Checks([*others, *(of_blocks if whole else ())])
         self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
         if not whole:

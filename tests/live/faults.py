@@ -42,8 +42,9 @@ SLOW_PREFILL = {"coded_token_us": 1000}  # 64 ms a chunk: time to see it happen
 class Site:
     """One cluster in a loop of its own. What a test has frozen or killed is whole again for the next one."""
 
-    def __init__(self, runner: asyncio.Runner, cluster: Cluster) -> None:
+    def __init__(self, runner: asyncio.Runner, cluster: Cluster, bound_s: float) -> None:
         self.cluster = cluster
+        self._bound_s = bound_s
         self._runner = runner
         self._frozen: set[int] = set()
 
@@ -57,7 +58,7 @@ class Site:
 
     def run(self, work: Awaitable[None]) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(self._bound_s):
                 await work
 
         try:
@@ -104,16 +105,18 @@ def site_of(
     *,
     options: Options,
     before: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
+    bound_s: float = 90,
     **arguments: Any,
 ) -> Iterator[Site]:
-    """`before` is called before the nodes start. They are killed in the end, and leave their run directories to us."""
+    """`before` is called before the nodes start; a scenario ends within `bound_s`. They are killed in the end, and
+    leave their run directories to us."""
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="pd") as run_dir:
         cluster = Cluster(prefill, decode, options={**options, "run_dir": run_dir}, **arguments)
         if before is not None:
             runner.run(before(cluster))
         try:
             runner.run(cluster.start())
-            yield Site(runner, cluster)
+            yield Site(runner, cluster, bound_s)
         finally:
             runner.run(cluster.kill_all())
 

@@ -51,6 +51,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pd connect tcp://127.0.0.1:7400", "pd: Missing argument 'MEMBER...'"),
         ("pd connect tcp://127.0.0.1:7400 here", "pd: MEMBER: must be like tcp://host:port"),
         ("pd connect here tcp://127.0.0.1:7400", "pd: NODE: must be like tcp://host:port"),
+        ("pd disconnect here p", "pd: NODE: must be like tcp://host:port"),
         ("pd frobnicate", "pd: No such command 'frobnicate'."),
         ("pd bench transfer --sizes 1MiB,huge", "pd: --sizes: 'huge' will not do; give a size"),
         ("pd-replay show", "pd-replay: Missing argument 'REQUEST'."),

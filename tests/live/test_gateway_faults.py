@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ async def where(site: Site, true: Any) -> NodeProcess:
     return found[0]
 
 
+@pytest.mark.long
 @scenario
 async def test_gateways_side_by_side_answer_like_a_node(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as one, gateway_of("--join", hurt.d.address) as two:
@@ -136,6 +138,7 @@ async def test_a_drained_node_gets_nothing_more_and_no_request_is_lost(hurt: Sit
         assert await hurt.d.wait() == 0
 
 
+@pytest.mark.long
 @scenario
 async def test_clients_that_leave_at_random_moments_leave_nothing_behind(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:
@@ -166,3 +169,28 @@ async def disconnect(url: str, body: dict[str, Any], wait_s: float) -> None:
     except TimeoutError:
         pass
     writer.transport.abort()
+
+
+@pytest.mark.long
+@scenario
+async def test_every_node_is_restarted_under_load_and_no_request_fails(hurt: Site) -> None:
+    """One after the other, as people deploy: drained, ended, started, ready."""
+    async with gateway_of(*joined(hurt)) as gate:
+        await gate.sees("decode-1", "decode-2")
+        over, answered = asyncio.Event(), 0
+
+        async def load(i: int) -> None:
+            nonlocal answered
+            while not over.is_set():
+                await gate.right(prompt(20 + answered % 90, 10 + i), 10, stream=False)
+                answered += 1
+
+        loads = [asyncio.create_task(load(i)) for i in range(4)]
+        for node in hurt.cluster.nodes:
+            node.signal(signal.SIGTERM)
+            assert await node.wait() == 0
+            await hurt.cluster.restart(node)
+            await gate.sees("decode-1", "decode-2")
+        over.set()
+        await asyncio.gather(*loads)
+        assert answered > 20

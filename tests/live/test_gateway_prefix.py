@@ -11,7 +11,7 @@ import pytest
 from .faults import OPTIONS, B, Site, prompt, scenario, site_of, until
 from .gateway_process import Gate, gateway_of
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
 
 GROUPS, EACH = 20, 2
 SHARED = 8 * B

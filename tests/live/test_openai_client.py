@@ -11,7 +11,7 @@ import pytest
 from .faults import OPTIONS, Site, expected, site_of
 from .gateway_process import gateway_of
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
 
 TEXT = "a prompt that is longer than a block"
 SAID = bytes(expected(list(TEXT.encode()), 24))

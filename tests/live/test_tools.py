@@ -1,4 +1,4 @@
-"""`pd status`, `pd connect` and `pd drain` on real nodes: what a person reads, what a script parses, how it ends."""
+"""`pd status`, `connect`, `disconnect` and `drain` on real nodes: what people read, what scripts parse, how it ends."""
 
 from __future__ import annotations
 
@@ -104,6 +104,17 @@ def test_connecting_says_what_became_of_each(lone: Lone, d: NodeProcess) -> None
     assert result.stdout.splitlines() == [f"{p.address}  joined  p", f"{q.address}  joined  q"]
     result = pd("connect", d.address, d.address)
     assert (result.returncode, result.stdout) == (1, f"{d.address}  not joined  this is the node itself\n")
+
+
+def test_disconnecting_holds_until_connected_again(lone: Lone, d: NodeProcess) -> None:
+    p = lone.nodes[0]
+    result = pd("disconnect", d.address, "p", "nobody")
+    lines = ["p  removed  p", "nobody  not removed  no member of that name or address"]
+    assert (result.returncode, result.stdout.splitlines()) == (1, lines)
+    lone.until_peer(d, name="p", state="removed")
+    assert pd("disconnect", d.address, p.address).returncode == 0, "it is removed already"
+    assert pd("connect", d.address, p.address).stdout == f"{p.address}  joined  p\n"
+    lone.until_peer(d, name="p", state="up", detail="")
 
 
 def test_draining_ends_a_node_and_others_know_that_it_left(lone: Lone, d: NodeProcess) -> None:

@@ -104,7 +104,7 @@ def test_cost_leaves_a_warm_node_only_when_it_is_busier_than_the_prefix_is_worth
     cold = NodeView(name="cold", free_blocks=200)
     chosen = [
         choose("cost", Ask(turn=0, prompt_tokens=prompt), [replace(warm, running=running), cold]).node
-        for running in range(12)
+        for running in range(40)
     ]
     assert chosen[0] == "warm" and chosen[-1] == "cold"
     assert chosen == sorted(chosen, reverse=True), "once left, it stays left"

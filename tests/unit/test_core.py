@@ -34,8 +34,9 @@ from pdbus.connector.layout import geometry_for
 from pdbus.connector.readable import unreadable
 from pdbus.nodes import events as ev
 from pdbus.nodes import report
+from pdbus.nodes.circuits import FAILURES_MAX, LAST_NS, OPEN_NS
 from pdbus.nodes.core import CoreConfig, NodeCore
-from pdbus.nodes.peers import AVOID_NS, RELOAD_NS, peer_key
+from pdbus.nodes.peers import RELOAD_NS, peer_key
 
 S = 1_000_000_000
 GEOMETRY = geometry_for(1, 1, 4, 4, "float32")
@@ -304,8 +305,41 @@ def test_a_node_that_failed_an_attempt_comes_last_for_a_while() -> None:
     assert [node.asks(n) for n in (1, 2)] == ["b", "b"]
     for name in "ab":
         node.told(Heartbeat(), name)
-    node.tick(AVOID_NS)
+    node.tick(LAST_NS)
     assert node.asks(3) == "a"
+
+
+def test_a_node_where_attempts_keep_failing_is_not_asked_until_a_trial_decides(decode: Node) -> None:
+    """Each request would lose two seconds there before it is computed here."""
+    for number in range(FAILURES_MAX):
+        decode.told(Heartbeat())
+        assert decode.asks(number) == "peer"
+        decode.tick(S)
+        decode.tick(S)  # no answer
+    assert [e.data for e in decode.got(ev.Publish) if e.event == "circuit.opened"] == [
+        {"node": "peer", "for_ms": OPEN_NS // 1_000_000, "cause": "no answer"}
+    ]
+    decode.told(Heartbeat())
+    assert decode.asks(10) == ""
+    decode.tick(OPEN_NS)
+    assert decode.asks(11) == "peer"
+    assert report.peers(decode.core)[0]["circuit"] == "half-open"
+    assert decode.asks(12) == ""
+
+
+def test_a_new_life_of_a_node_has_a_closed_circuit() -> None:
+    node = Node("decode")
+    node.up()
+    node.meet_ready()
+    for number in range(FAILURES_MAX):
+        node.asks(number)
+    node.tick(S)
+    node.tick(S)
+    assert report.peers(node.core)[0]["circuit"] == "open"
+    node.told(agent(2, "peer"))
+    node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 2)))
+    assert report.peers(node.core)[0]["circuit"] == ""
+    assert node.asks(10) == "peer"
 
 
 def test_without_a_mover_nobody_is_asked(decode: Node) -> None:

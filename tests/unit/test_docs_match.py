@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from pdbus.bus.messages import MESSAGES, Hello
 from pdbus.connector import attempt, offer, transfer
 from pdbus.connector.handoff import Cause, HandoffConfig
 from pdbus.connector.offer import Offers
-from pdbus.nodes import core, intake, limits, report
+from pdbus.nodes import circuits, core, intake, limits, report
 from pdbus.nodes.http import stream
+from pdbus.nodes.http.node_metrics import ALIASES, vllm_gauges
+from pdbus.nodes.measures import Measures
 
 from tests.docs_blocks import DOCUMENTS, ROOT, text_of
 from tests.docs_wire import DOCUMENTED, rows
@@ -74,6 +77,7 @@ def test_golden_bytes_exist_for_every_kind() -> None:
         ("A prompt on P", offer.TRANSITIONS),
         ("A fetch on D", attempt.TRANSITIONS),
         ("A read on D", transfer.TRANSITIONS),
+        ("A circuit on D", circuits.TRANSITIONS),
         ("A member", known.PEERS),
     ],
 )
@@ -103,10 +107,13 @@ def test_timers_are_the_defaults() -> None:
         "handshake": m.handshake_ns, "refused": m.refused_retry_ns, "lease": h.lease_ns, "renew": h.renew_ns,
         "answer": h.answer_ns, "claim": h.claim_ns, "not renewed": h.lease_ns - claims_ns, "read": h.read_floor_ns,
         "tombstone": h.tombstone_ns, "removal": m.removal_ns, "retired": m.retired_ns, "drain": core.DRAIN_NS,
+        "last": circuits.LAST_NS,
     }  # fmt: skip
     said = {row[0]: row[1] for row in table("docs/protocol.md", "Timers")}
     backoff = f"{m.backoff_ns // 1_000_000} ms to {m.backoff_max_ns // S} s"
-    assert said == {**{name: f"{ns // S} s" for name, ns in wanted.items()}, "back-off": backoff}
+    circuit = f"{circuits.OPEN_NS // S} s to {circuits.OPEN_MAX_NS // S} s"
+    in_seconds = {name: f"{ns // S} s" for name, ns in wanted.items()}
+    assert said == {**in_seconds, "back-off": backoff, "circuit": circuit}
 
 
 def test_limits_are_those_of_the_code() -> None:
@@ -152,6 +159,14 @@ def test_every_metric_of_a_node_is_explained() -> None:
     section = text_of("docs/operating.md").partition("## Metrics")[2].partition("\n## ")[0]
     for key in re.findall(r'"(\w+)":', inspect.getsource(report.metrics)):
         assert f"pdbus_{key}" in section or f"`_{key.removeprefix('kv_blocks_')}`" in section, key
+
+
+def test_every_family_of_metrics_and_every_name_of_vllm_is_explained() -> None:
+    section = text_of("docs/operating.md").partition("## Metrics")[2].partition("\n## ")[0]
+    names = [name + "_total" * (kind == "counter") for name, kind, _, _ in Measures().families()]
+    names += re.findall(r"\{PREFIX\}(\w+)", inspect.getsource(report.families))
+    names += [f"vllm:{name}" for name in (*ALIASES, *vllm_gauges(defaultdict(float)), "num_preemptions")]
+    assert [name for name in names if name not in section] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

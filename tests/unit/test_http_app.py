@@ -149,6 +149,49 @@ def test_a_request_may_ask_for_more_time_than_the_default(path: str, body: dict[
     assert client.deadlines_ms == [300_000, 3_600_000]
 
 
+# ---------------------------------------------------------------- several choices
+
+
+def test_several_answers_to_several_prompts() -> None:
+    client = FakeClient()
+    body = {"prompt": ["a", "b"], "n": 2, "seed": 7}
+    answer = post(client, "/v1/completions", body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in answer["choices"]} == {"Hello"}
+    assert [(prompt, sampling.seed) for prompt, sampling in client.asked] == [("a", 7), ("a", 8), ("b", 7), ("b", 8)]
+    assert answer["choices"][3]["pd_timeline"]["ttft_ms"] == 1.5
+
+
+def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
+    used = post(FakeClient(), "/v1/completions", {"prompt": ["a", "b"], "n": 3}).json()["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"], used["total_tokens"]) == (10, 12, 22)
+    assert used["prompt_tokens_details"] == {"cached_tokens": 8}
+
+
+def test_without_a_seed_the_node_draws_one_for_each() -> None:
+    client = FakeClient()
+    post(client, "/v1/chat/completions", {**CHAT, "n": 3})
+    assert [sampling.seed for _, sampling in client.asked] == [0, 0, 0]
+
+
+def test_chunks_of_all_choices_share_one_stream_and_its_end() -> None:
+    body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, done = events(post(FakeClient(), "/v1/chat/completions", body))
+    assert done == "[DONE]" and len({chunk["id"] for chunk in [*chunks, last]}) == 1
+    for index in (0, 1):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "Hello"
+        assert [choice["finish_reason"] for choice in mine][-1] == "stop"
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
+
+
+def test_one_choice_that_fails_ends_all() -> None:
+    client = FakeClient((token(0, "Hel"), Broken("the node is gone")))
+    answer = post(client, "/v1/chat/completions", {**CHAT, "n": 3})
+    assert error(answer)["message"] == "the node is gone"
+    assert len(client.generations) == 3
+
+
 # ---------------------------------------------------------------- streams
 
 
@@ -530,6 +573,17 @@ def test_remove_takes_a_name_too() -> None:
     client = FakeClient()
     post(client, "/remove_remote_prefill_eps", {"endpoints": ["p0"]})
     assert client.commands == [("disconnect", "p0")]
+
+
+@pytest.mark.parametrize("state", ["removing", "removed", "up"])
+def test_a_decode_node_that_was_removed_can_be_added_again(state: str) -> None:
+    """It can be removed, by its name; nothing else about it is for this path."""
+    client = FakeClient()
+    client.says = {**STATUS, "peers": [{"name": "d1", "role": "decode", "state": state, "address": "tcp://d:1"}]}
+    with endpoint_of(name="d1", role="decode") as url:
+        (result,) = add(client, url)
+    assert result["ok"] is (state != "up")
+    assert client.commands == ([] if state == "up" else [("connect", INFO["address"])])
 
 
 def test_what_is_asked_while_an_endpoint_is_looked_up_comes_after_it() -> None:

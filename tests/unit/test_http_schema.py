@@ -35,14 +35,14 @@ def chat(**fields: Any) -> Asked:
 
 def test_completion_defaults_are_openai_s() -> None:
     asked = completion()
-    assert asked.prompt == "hi"
+    assert asked.prompts == ["hi"]
     assert asked.sampling == Sampling(max_tokens=16, temperature=1.0)
     assert not asked.stream and not asked.include_usage and not asked.return_token_ids
 
 
 def test_chat_without_a_limit_goes_on_until_the_context_is_full() -> None:
     asked = chat()
-    assert asked.prompt == USER
+    assert asked.prompts == [USER]
     assert asked.sampling == Sampling(max_tokens=UNTIL_FULL, temperature=1.0)
 
 
@@ -72,9 +72,15 @@ def test_seed_zero_is_a_seed() -> None:
     assert completion().sampling.seed == 0
 
 
-@pytest.mark.parametrize(("prompt", "taken"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])], ids=str)
-def test_prompt_takes_text_or_token_ids(prompt: Any, taken: Any) -> None:
-    assert completion(prompt=prompt).prompt == taken
+PROMPTS = [
+    ("a", ["a"]), (["a"], ["a"]), ([1, 2], [[1, 2]]), ([[1, 2]], [[1, 2]]), (["a", "b"], ["a", "b"]),
+    ([[1], [2, 3]], [[1], [2, 3]]), (["a", [1]], ["a", [1]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "taken"), PROMPTS, ids=str)
+def test_prompt_takes_text_or_token_ids_or_lists_of_them(prompt: Any, taken: Any) -> None:
+    assert completion(prompt=prompt).prompts == taken
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 5}, {"max_completion_tokens": 5}])
@@ -94,12 +100,12 @@ def test_chat_logprobs(fields: dict[str, Any], wanted: int | None) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_that_a_node_knows_is_taken(role: str) -> None:
-    assert chat(messages=[{"role": role, "content": "x"}]).prompt == [{"role": role, "content": "x"}]
+    assert chat(messages=[{"role": role, "content": "x"}]).prompts == [[{"role": role, "content": "x"}]]
 
 
 def test_text_parts_are_joined_by_line_breaks() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).prompt == [{"role": "user", "content": "a\nb"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).prompts == [[{"role": "user", "content": "a\nb"}]]
 
 
 def test_an_earlier_answer_comes_back_with_openai_s_empty_fields() -> None:
@@ -111,7 +117,7 @@ def test_an_earlier_answer_comes_back_with_openai_s_empty_fields() -> None:
         "audio": None,
         "annotations": [],
     }
-    assert chat(messages=[earlier]).prompt == [{"role": "assistant", "content": "x"}]
+    assert chat(messages=[earlier]).prompts == [[{"role": "assistant", "content": "x"}]]
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
@@ -159,7 +165,8 @@ BAD_FIELDS = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed with stream true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     ({"beam_width": 3}, "beam_width", "unknown field"),
-    ({"n": 2}, "n", "only 1 is supported"),
+    ({"n": 0}, "n", "must be between 1 and 128"),
+    ({"n": 129}, "n", "must be between 1 and 128"),
     ({"presence_penalty": 2.5}, "presence_penalty", "must be between -2 and 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "must be between -2 and 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "must be over 0"),
@@ -176,7 +183,9 @@ BAD_COMPLETION = [
     ({"prompt": []}, "prompt", "must not be empty"),
     ({"prompt": [[]]}, "prompt", "must not be empty"),
     ({"prompt": None}, "prompt", "expected a string or a list, got null"),
-    ({"prompt": ["a", "b"]}, "prompt", "only one prompt per request"),
+    ({"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
+    ({"prompt": ["a", 1]}, "prompt[1]", "must be text or token ids like the others"),
+    ({"prompt": ["a", "b"], "n": 65}, "n", "more than 128"),
     ({"prompt": [1, -2]}, "prompt[1]", "must be a token id"),
     ({"prompt": [1, "a"]}, "prompt[1]", "must be a token id"),
     ({"prompt": [2**32]}, "prompt[0]", "must be a token id"),

@@ -136,8 +136,10 @@ def test_a_peer_that_is_removed_while_it_is_added_is_forgotten() -> None:
 
 def test_a_read_ends_with_its_last_part_and_the_bytes_of_all() -> None:
     join = MoverJoin(2)
-    assert join.hear(1, ReadEnded(read=7, bytes=10, transfer_ns=5)) == []
-    assert join.hear(0, ReadEnded(read=7, bytes=20, transfer_ns=3)) == [ReadEnded(read=7, bytes=30, transfer_ns=5)]
+    assert join.hear(1, ReadEnded(read=7, bytes=10, transfer_ns=5, posts=1, runs=4, post_ns=2)) == []
+    assert join.hear(0, ReadEnded(read=7, bytes=20, transfer_ns=3, posts=2, runs=8, post_ns=1)) == [
+        ReadEnded(read=7, bytes=30, transfer_ns=5, posts=3, runs=12, post_ns=2)
+    ]
 
 
 def test_a_part_that_fails_is_told_at_once_and_the_read_ends_with_the_last() -> None:

@@ -62,7 +62,7 @@ def test_read_in_progress_is_not_answered() -> None:
     world.read(1, range(3))
     assert world.mover.turn() == [] and not world.landed(0)
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=3 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=3 * BLOCK_BYTES, posts=1, runs=3)]
     assert world.landed(2) and not world.landed(3)
 
 
@@ -104,7 +104,10 @@ def test_dead_owner_ends_all_slices_with_one_answer() -> None:
     world.read(1, range(8 * SLICE_RUNS_MAX))
     world.mover.turn()
     world.fabric.kill("owner")
-    assert world.mover.turn() == [ReadEnded(read=1, problem="the peer has gone")]
+    posts = SLICES_POSTED_MAX
+    assert world.mover.turn() == [
+        ReadEnded(read=1, problem="the peer has gone", posts=posts, runs=posts * SLICE_RUNS_MAX)
+    ]
     assert world.mover.turn() == []
 
 
@@ -117,7 +120,7 @@ def test_doubt_is_said_once_and_the_end_may_follow() -> None:
     assert world.mover.turn() == [ReadDoubtful(read=1, problem="backend error")]
     assert world.mover.turn() == []
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES, posts=1, runs=2)]
 
 
 def test_read_outlives_the_removal_of_its_peer() -> None:
@@ -128,7 +131,7 @@ def test_read_outlives_the_removal_of_its_peer() -> None:
     world.read(2, range(2))
     assert world.mover.turn() == [ReadEnded(read=2, problem="no peer P", posted=False)]
     world.fabric.land()
-    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES)]
+    assert world.mover.turn() == [ReadEnded(read=1, bytes=2 * BLOCK_BYTES, posts=1, runs=2)]
 
 
 def test_a_peer_is_not_added_again_while_reads_from_it_are_open() -> None:
@@ -217,5 +220,5 @@ def test_a_long_read_is_made_stretch_by_stretch(monkeypatch: pytest.MonkeyPatch)
         ended = world.mover.turn()
         assert len(world.fabric.in_flight) <= SLICES_POSTED_MAX
         world.fabric.land()
-    assert ended == [ReadEnded(read=1, bytes=2_500 * BLOCK_BYTES)]
+    assert ended == [ReadEnded(read=1, bytes=2_500 * BLOCK_BYTES, posts=4, runs=2_500)]
     assert all(world.landed(block) for block in range(2_500)) and not world.landed(2_500)

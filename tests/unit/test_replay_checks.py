@@ -10,6 +10,7 @@ import pytest
 
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import (
+    Agent,
     Geometry,
     Hello,
     LeaseId,
@@ -29,6 +30,7 @@ from pdbus.nodes import events as ev
 from pdbus.nodes.core import CoreConfig
 from pdbus.nodes.recording import CoreBegan
 from pdbus.nodes.replay.blocks import Blocks
+from pdbus.nodes.replay.check_circuits import CircuitCheck
 from pdbus.nodes.replay.check_clock import ClockCheck
 from pdbus.nodes.replay.check_copies import CopyCheck
 from pdbus.nodes.replay.check_leases import LeaseCheck
@@ -71,6 +73,7 @@ class Watched:
                 StepCheck(report, self.blocks),
                 self.reads,
                 OfferCheck(report, self.blocks),
+                CircuitCheck(report),
                 CopyCheck(report, self.blocks),
             ]
         )
@@ -410,3 +413,51 @@ def test_a_client_is_told_what_its_node_decided(told: tuple[str, int], problem: 
 def test_an_answer_that_its_node_never_gave_is_found(reason: str, clean: bool, problem: str) -> None:
     """What was cancelled or refused before the core heard of it is in no recording, nor is what a cut one lost."""
     assert _otherwise(REQUEST, Answered(D, reason, 0, 1, 1), Facts(D, clean=clean)) == problem
+
+
+# ---------------------------------------------------------------- circuits
+
+OTHER = TryId(node="d", incarnation=D[1], request=b"O" * 16, attempt=1)
+OPENED_MS = 1000
+OPENED = ev.Publish(topic="node", event="circuit.opened", data={"node": "p", "for_ms": OPENED_MS, "cause": "x"})
+
+
+def failed(attempt: TryId) -> ev.Publish:
+    data: dict[str, object] = {"request": attempt.request.hex(), "attempt": attempt.attempt, "node": "p", "cause": "x"}
+    return ev.Publish(topic="request", event="attempt.failed", data=data)
+
+
+@pytest.fixture
+def opened() -> Watched:
+    d = Watched(D)
+    d.turn(came(P, Agent(epoch=1, name="p")))
+    d.turn(ev.Tick(), OPENED, now=S)
+    return d
+
+
+def test_an_open_circuit_is_left_alone(opened: Watched) -> None:
+    opened.turn(ev.Tick(), send(P, ask()), now=S + OPENED_MS * 1_000_000 - 1)
+    assert opened.rules == ["an open circuit is left alone"]
+
+
+def test_one_trial_at_a_time(opened: Watched) -> None:
+    opened.turn(ev.Tick(), send(P, ask()), now=2 * S)
+    opened.turn(ev.Tick(), send(P, ask()))
+    assert opened.said == []
+    opened.turn(ev.Tick(), send(P, ask(OTHER)))
+    assert "beside its trial" in opened.said[0][1]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        pytest.param((ev.Tick(), failed(TRY)), id="the trial says nothing"),
+        pytest.param((ev.Tick(), ev.Publish(topic="node", event="circuit.closed", data={"node": "p"})), id="closed"),
+        pytest.param((came(P, Agent(epoch=2, name="p")),), id="another epoch"),
+    ],
+)
+def test_after_its_trial_it_is_asked_again(opened: Watched, over: tuple[Any, ...]) -> None:
+    opened.turn(ev.Tick(), send(P, ask()), now=2 * S)
+    opened.turn(*over)
+    opened.turn(ev.Tick(), send(P, ask(OTHER)))
+    assert opened.said == []

@@ -178,9 +178,9 @@ def test_a_draining_node_waits_for_its_copies(p: Staged) -> None:
 def test_copies_are_counted(p: Staged) -> None:
     p.ask_for(6)
     p.stepped()
-    assert report.metrics(p.core, {})["kv_copies_open"] == 1
+    assert report.metrics(p.core, {}, 0)["kv_copies_open"] == 1
     p.copied()
-    told = report.metrics(p.core, {})
+    told = report.metrics(p.core, {}, 0)
     assert [told[f"kv_{n}"] for n in ("copies_open", "copies_total", "copies_in_step_total", "copied_bytes_total")] == [
         0, 1, 1, 64,
     ]  # fmt: skip

@@ -288,3 +288,16 @@ async def test_show_tells_the_choice_of_a_request(tmp_path: Path) -> None:
     (request,) = find(moments, REQUEST.hex()[:6])
     kinds = [moment.record.kind for moment in belonging(moments, request)]
     assert "Chose" in kinds and "Sent generate" in kinds
+
+
+def dies_after_a_token(node: FakeNode, received: Received) -> None:
+    """Without a word, and nobody listens there any more."""
+    node.tokens(received, 0, ["lost"])
+    asyncio.get_running_loop().call_later(0.05, node.close)
+
+
+@on_loop
+async def test_a_stream_of_a_node_that_died_ends_long_before_it_counts_as_dead() -> None:
+    async with gate([decode_node("d1", dies_after_a_token)]) as gated:
+        answer = await gated.post(stream=True)
+        assert "was cut" in events(answer)[-1]["error"]["message"]

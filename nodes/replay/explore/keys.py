@@ -17,7 +17,7 @@ LEFT_OUT = frozenset((
     "_load", "load", "_owner", "_pool", "_scheduler", "_offers", "_stage",
 ))  # fmt: skip
 SINCE = frozenset(("_started_ns",))  # times by key that were
-UNTIL = frozenset(("_avoided_until", "_reload_ns"))  # times by key
+UNTIL = frozenset(("_until", "_reload_ns"))  # times by key
 NAMES_ONLY = frozenset(("_retired",))  # times by key that are hours away
 
 
