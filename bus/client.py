@@ -105,7 +105,7 @@ class Client:
         self._shared, self._station = station, station
         self._on_change = on_change
         self._node: Node | None = None
-        self._cut = False  # the connection was, and the node has not been heard since
+        self._cut: int | None = None  # the connection was, and what was sent under this seq has no answer yet
         self._greeting = asyncio.Lock()
         self._live: dict[str, Generation] = {}
         self._subscriptions: list[Subscription] = []
@@ -143,7 +143,7 @@ class Client:
     @property
     def reachable(self) -> bool:
         """Whether the node has been greeted, and its connection not cut since it was last heard."""
-        return self._node is not None and not self._cut
+        return self._node is not None and self._cut is None
 
     async def node(self) -> Node:
         """The node at the other end, greeted if it has not been."""
@@ -248,15 +248,16 @@ class Client:
     async def _ask(self, message: Message, reply_type: type[M], timeout_s: float | None = None) -> M:
         node = await self.node()
         try:
-            reply = await self._open().endpoint.request(
-                node.link, message, reply_type, timeout_s or self.timeout_s, to=node.name, to_inc=node.incarnation
+            received = await self._open().endpoint.ask(
+                node.link, message, (reply_type,), timeout_s or self.timeout_s, to=node.name, to_inc=node.incarnation
             )
         except DeadlineExceeded as e:
             self._forget_silent(node)
             raise DeadlineExceeded(f"{self.address}: {e}") from None
         if node is self._node:
-            self._heard()
-        return reply
+            self._heard(received.header.cause)
+        assert isinstance(received.message, reply_type)
+        return received.message
 
     # ------------------------------------------------------------ the connection
 
@@ -309,7 +310,7 @@ class Client:
 
     def _drop_node(self, problem: Exception, linger_ms: int = 0) -> None:
         """This life of the node is lost to us: end what ran there, and greet anew at the next call."""
-        node, self._node, self._cut = self._node, None, False
+        node, self._node, self._cut = self._node, None, None
         for generation in list(self._live.values()):
             generation.fail(problem)
         if self._watch is not None:
@@ -332,7 +333,7 @@ class Client:
             if isinstance(received.message, StalePeer) and node is not None and received.link == node.link:
                 self._drop_node(Broken(f"{node.name} at {self.address} was restarted"))
             return
-        self._heard()
+        self._heard(received.header.cause)
         match received.message:
             case Token(client_id=client_id) | Finished(client_id=client_id) | Cancelled(client_id=client_id):
                 self._on_answer(client_id, received.message)
@@ -366,16 +367,16 @@ class Client:
         if node is None:
             return
         if self._live:
-            self._send(node, Heartbeat(reply=True))  # whoever comes back will tell who it is
-            self._cut = True
+            self._cut = self._send(node, Heartbeat(reply=True))  # whoever comes back will tell who it is
             self._changed()
         else:
             self._drop_node(Broken(f"the connection to {self.address} was cut"))
 
-    def _heard(self) -> None:
+    def _heard(self, cause: int) -> None:
+        """The node has said something, in answer to that. What it said before the connection was cut is still read."""
         self._heard_s = time.monotonic()
-        if self._cut:
-            self._cut = False
+        if self._cut is not None and cause >= self._cut:
+            self._cut = None
             self._changed()
 
     def _changed(self) -> None:

@@ -507,3 +507,26 @@ def test_true_is_no_token_id() -> None:
     with pytest.raises(RequestError, match="a list of token ids from 0 to 4294967295") as raised:
         Client("tcp://127.0.0.1:7400").generate([1, True])
     assert raised.value.param == "prompt"
+
+
+# ---------------------------------------------------------------- whether the node can be reached
+
+
+@on_loop
+async def test_what_was_said_before_a_cut_does_not_make_the_node_reachable_again() -> None:
+    """It is still read after the cut; only an answer to what was asked since tells that somebody is there."""
+    asked_for: list[Received] = []
+    changes: list[bool] = []
+    node = FakeNode(lambda _, received: asked_for.append(received))
+    async with talking(node, on_change=lambda: changes.append(True)) as client:
+        generation = client.generate("Hi", max_tokens=2)
+        await until(lambda: asked_for)
+        node.deaf = True
+        client.link_lost()
+        node.tokens(asked_for[0], 0, ["late"])
+        assert (await anext(aiter(generation))).text == "late"
+        assert not client.reachable
+        node.deaf = False
+        await client.status()
+        assert client.reachable
+        assert len(changes) == 3, "greeted, cut, heard again"
