@@ -102,14 +102,21 @@ class WorkerReady(FromWorker):
     load_ns: int
 
 
+class SampledToken(Declared):
+    token: int
+    logprob: TokenLogprob | None = None
+
+
 class RowResult(Declared):
-    """`token` is -1 when the row did not sample. `wrong_kv` names the first wrong byte found (coded KV), else '';
-    `problem` says why its request cannot go on.
+    """`token` is -1 when the row did not sample; `more` came with it, since so many of `drafted` tokens were right.
+    `wrong_kv` names the first wrong byte found (coded KV), else ''; `problem` says why its request cannot go on.
     `digests` are those of the prompt's blocks that this row has filled (nodes/digests.py), if they are wanted."""
 
     seq: int
     token: int = -1
     logprob: TokenLogprob | None = None
+    more: tuple[SampledToken, ...] = ()
+    drafted: int = 0
     wrong_kv: str = ""
     problem: str = ""
     digests: bytes = b""
@@ -275,6 +282,7 @@ class WorkerArgs(Declared):
     weights: str = "auto"  # how matrices are held: auto, float32, fp16
     deterministic: bool = False
     skip_sampling: bool = False
+    speculate: int = 0  # drafts for a row that decodes, at most
     max_model_len: int = 0
     max_batch_tokens: int = 0
     coded_step_us: int = 0

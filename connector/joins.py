@@ -129,7 +129,7 @@ class WorkerJoin:
                 return replace(first, wrong_kv=f"rank {rank}: {row.wrong_kv}")
             if row.problem:
                 return row
-            if row.token != first.token:
+            if row.token != first.token or [m.token for m in row.more] != [m.token for m in first.more]:
                 return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
         return replace(first, digests=_xor([row.digests for row in rows[:: self._copies]]))
 

@@ -59,6 +59,7 @@ class NodeConfig(Declared):
     cpus: tuple[int, ...]  # (): all that the process may use
     deterministic: bool
     skip_sampling: bool
+    speculate: int  # drafts a step, at most
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     kv_layout: str  # native, NHD, HND
@@ -226,6 +227,8 @@ SETTINGS: tuple[Setting, ...] = (
             "A request's tokens do not depend on its neighbours: P and D equal one node bitwise."),
     Setting("skip_sampling", "Model", "", values.switch, False,
             "Prefill without sampler and output head; the decode node recomputes the last position."),
+    Setting("speculate", "Model", "N", values.whole(0, 64), 0,
+            "Draft up to N tokens a step from what the prompt and answer say already. Tokens stay the same. 0: off."),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
     Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"), "device",
@@ -435,6 +438,8 @@ def _check_device(c: Chosen, given: _Given) -> None:
 
 def _check_model(c: Chosen, given: _Given) -> None:
     if c["engine"] == "coded":
+        if c["speculate"]:
+            raise given.error("the coded engine does not speculate: give --engine torch, or 0", "speculate")
         return
     wanted = f"give a folder with config.json and *.safetensors, a .gguf file, or {DEMO_MODEL}"
     model = c["model"]

@@ -94,7 +94,6 @@ class Control:
         self._turning = False
         self._timer: asyncio.TimerHandle | None = None
         self._prompts: dict[TryId, bytes] = {}  # of the prefill.request being handled
-        self._sampled: dict[int, ipc.RowResult] = {}  # of the step being handled, by sequence
         self._starts = {"worker": 0, "mover": 0}
         self._mover_asked = False
         self._signals = 0
@@ -306,10 +305,9 @@ class Control:
     def _step_done(self, done: ipc.StepDone) -> None:
         if not self.core.scheduler.busy or done.step != self.core.scheduler.step:
             return
-        self._sampled = {row.seq: row for row in done.rows}
+        self.measures.step_ended(done.rows)
         rows = tuple(self._row_ended(row) for row in done.rows)
         self.post(ev.StepEnded(step=done.step, rows=rows, compute_ns=done.compute_ns))
-        self._sampled = {}
 
     def _row_ended(self, row: ipc.RowResult) -> ev.StepRowEnded:
         if row.wrong_kv:
@@ -321,7 +319,15 @@ class Control:
         if self.core.prefills.owns(row.seq):
             payload = encode(FirstToken(token=row.token, logprob=row.logprob))
             return ev.StepRowEnded(seq=row.seq, payload=payload, digests=row.digests)
-        return ev.StepRowEnded(seq=row.seq, stop=self.intake.take(row.seq, row.token, row.logprob))
+        return self._taken(row)
+
+    def _taken(self, row: ipc.RowResult) -> ev.StepRowEnded:
+        """What is sampled beyond the answer's end counts for nothing."""
+        sampled = [(row.token, row.logprob), *((one.token, one.logprob) for one in row.more)]
+        for count, (token, logprob) in enumerate(sampled, 1):
+            if self.intake.take(row.seq, token, logprob):
+                return ev.StepRowEnded(seq=row.seq, tokens=count, stop=True)
+        return ev.StepRowEnded(seq=row.seq, tokens=len(sampled))
 
     def _open_sequence(self, e: ev.OpenSequence) -> None:
         if e.try_ is not None:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from pdbus.bus.messages import LeaseReleased, PrefillFailed
 from pdbus.connector.attempt import Why
 from pdbus.connector.handoff import Cause
-from pdbus.connector.ipc import ReadEnded
+from pdbus.connector.ipc import ReadEnded, RowResult
 
 from . import events as ev
 from .report import PREFIX, Family, Sample
@@ -92,6 +92,8 @@ class Measures:
         self._prefill_s = histogram("request_prefill_seconds", "Admission to the first token.", REQUEST_S)
         self._first_s = histogram("request_first_token_seconds", "Arrival to the first token.", REQUEST_S)
         self._handover_s = histogram("request_handover_seconds", "Prefill done to the first own token.", REQUEST_S)
+        self._drafted = counter("spec_decode_draft_tokens", "Tokens that were drafted.")
+        self._accepted = counter("spec_decode_accepted_tokens", "Those of them that were right.")
         self._open_reads: dict[int, str] = {}  # whom from
         self._peers: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()  # bytes and ns of the latest reads
         self._told: dict[type[Any], Told] = {
@@ -135,6 +137,12 @@ class Measures:
         self._post_s.labels(peer).observe(read.post_ns / 1e9)
         self._bytes.labels(peer).observe(read.bytes)
         self._runs.labels(peer).observe(read.runs)
+
+    @_harmless
+    def step_ended(self, rows: Sequence[RowResult]) -> None:
+        """What the worker says of a step beyond what concerns the core."""
+        self._drafted.inc(sum(row.drafted for row in rows))
+        self._accepted.inc(sum(len(row.more) for row in rows))
 
     def _of_peer(self, peer: str) -> deque[tuple[int, int]]:
         """Its latest reads; the peer that has been silent for longest makes room for one too many."""

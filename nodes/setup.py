@@ -139,6 +139,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         weights=config.weights,
         deterministic=config.deterministic,
         skip_sampling=config.skip_sampling and config.role == "prefill",
+        speculate=config.speculate,
         max_model_len=setup.max_model_len,
         max_batch_tokens=config.max_batch_tokens,
         coded_step_us=int(config.coded_step_ms * 1000),

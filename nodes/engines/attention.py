@@ -66,12 +66,13 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions `start` to `start + count` of one sequence are computed; its block table; are its logits wanted?"""
+    """Positions `start` to `start + count` of one sequence are computed; its block table; of how many of the last
+    positions the logits are wanted."""
 
     start: int
     count: int
     blocks: Ids
-    sample: bool
+    wanted: int = 0
 
     @property
     def end(self) -> int:
@@ -206,16 +207,18 @@ def make_plan(spans: Sequence[Span], cache: KVCache, device: torch.device, *, ti
     ends = np.cumsum([span.count for span in spans])
     starts = ends - [span.count for span in spans]
     written = [cache.rows(span.blocks, np.arange(span.start, span.end)) for span in spans]
-    sampled = [i for i, span in enumerate(spans) if span.sample]
-    lasts = [Span(spans[i].end - 1, 1, spans[i].blocks, True) for i in sampled]
-    tail_rows = ends[sampled] - 1
+    lasts = [Span(s.end - s.wanted, s.wanted, s.blocks) for s in spans if s.wanted]
+    tails = np.cumsum([0, *(span.count for span in lasts)])
+    tail_rows = np.concatenate(
+        [np.arange(end - span.wanted, end) for span, end in zip(spans, ends.tolist(), strict=True)]
+    )
     tail_rows = np.pad(tail_rows, (0, -len(tail_rows) % pad_to))
     attends = _tiled if tiled else _attends
     return Plan(
         rows=int(ends[-1]),
         write=torch.from_numpy(np.concatenate(written)).to(device),
         body=attends(spans, starts, cache, device),
-        tail=attends(lasts, np.arange(len(lasts)), cache, device),
+        tail=attends(lasts, tails[:-1], cache, device),
         tail_rows=torch.from_numpy(tail_rows).to(device),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ from torch import Tensor
 from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, KVLayout, Sampling
 from pdbus.bus.wire import replace, unpack_u32
-from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
+from pdbus.connector.ipc import RowResult, SampledToken, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
 from pdbus.nodes.models.llama import Llama
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
+from .drafts import lookup
 from .grammar import Grammar, Grammars
 from .group import meet
 from .invariant import ROWS
@@ -43,10 +45,20 @@ class _Sequence:
     grammar: Grammar | None
     blocks: array[int] = field(default_factory=lambda: array("q"))
 
-    def draw(self) -> Draw:
-        """How its next token is chosen."""
+    def draw(self, drafts: array[int]) -> Draw:
+        """How the token after these is chosen, which follow those that are known."""
+        tokens = self.tokens + drafts if drafts else self.tokens
         allowed = self.grammar.allowed() if self.grammar and not self.grammar.problem else None
-        return Draw(self.sampling, len(self.tokens), len(self.tokens) - self.prompt, self.tokens, allowed)
+        return Draw(self.sampling, len(tokens), len(tokens) - self.prompt, tokens, allowed)
+
+    def take(self, drawn: list[Drawn], drafts: array[int]) -> list[Drawn]:
+        """Append what was drawn, up to the first token that is not the draft in its place. Returns so many."""
+        right = next((i for i, (d, draft) in enumerate(zip(drawn, drafts, strict=False)) if d.token != draft), None)
+        taken = drawn if right is None else drawn[: right + 1]
+        self.tokens.extend(d.token for d in taken)
+        if self.grammar:
+            self.grammar.take(d.token for d in taken)
+        return taken
 
 
 class TorchEngine:
@@ -77,6 +89,7 @@ class TorchEngine:
             mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
             self._llama = Llama(mine, weights, self._max_positions)
         self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
+        self._speculate = args.speculate
         self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
@@ -109,38 +122,64 @@ class TorchEngine:
             return []
         spans = self._spans(rows)
         order = pack_order(spans)
-        drawn = iter(self._sampled([rows[i] for i in order], [spans[i] for i in order]))
-        results: dict[int, RowResult] = {}
-        for i in order:
-            result = next(drawn) if spans[i].sample else Drawn(-1, None)
-            grammar = self._sequences[rows[i].seq].grammar
-            problem = grammar.problem if grammar else ""
-            results[i] = RowResult(seq=rows[i].seq, token=result.token, logprob=result.logprob, problem=problem)
+        sampled = self._sampled([rows[i] for i in order], [spans[i] for i in order])
+        results = {i: self._result(rows[i], *some) for i, some in zip(order, sampled, strict=True)}
         return [results[i] for i in range(len(rows))]
 
-    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[Drawn]:
-        """Run the model over the packed spans, then draw and append a token for each that samples, in packed order."""
-        sequences = [self._sequences[row.seq] for row in rows]
-        logits = self._forward(sequences, spans, self._cache)
-        sampling = [s for s, span in zip(sequences, spans, strict=True) if span.sample]
-        if logits is None or not sampling:
-            return []
-        logits = logits[: len(sampling)]
-        self._check_finite(logits)
-        drawn = sample(logits, [s.draw() for s in sampling], self._config.eos_ids)
-        for sequence, result in zip(sampling, drawn, strict=True):
-            sequence.tokens.append(result.token)
-            if sequence.grammar:
-                sequence.grammar.take((result.token,))
-        return drawn
+    def _result(self, row: StepRow, drawn: Sequence[Drawn], drafted: int) -> RowResult:
+        grammar = self._sequences[row.seq].grammar
+        first = drawn[0] if drawn else Drawn(-1, None)
+        return RowResult(
+            seq=row.seq,
+            token=first.token,
+            logprob=first.logprob,
+            more=tuple(SampledToken(token=d.token, logprob=d.logprob) for d in drawn[1:]),
+            drafted=drafted,
+            problem=grammar.problem if grammar else "",
+        )
 
-    def _forward(self, sequences: Sequence[_Sequence], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
+    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[tuple[list[Drawn], int]]:
+        """Run the model over the packed spans, then draw and append the tokens of those that sample. In packed order:
+        what was drawn, and how many drafts were tried.
+
+        A row's drafts are computed with it. What is drawn is what would be drawn without: a draft that is another token
+        ends it, and the KV behind that one is computed again. The random number of a token belongs to its position.
+        """
+        sequences = [self._sequences[row.seq] for row in rows]
+        drafts = [self._drafts(s, span) for s, span in zip(sequences, spans, strict=True)]
+        spans = [_with_drafts(span, len(some)) for span, some in zip(spans, drafts, strict=True)]
+        known = [s.tokens + some if some else s.tokens for s, some in zip(sequences, drafts, strict=True)]
+        logits = self._forward(known, spans, self._cache)
+        draws = [
+            sequence.draw(some[:i])
+            for sequence, span, some in zip(sequences, spans, drafts, strict=True)
+            for i in range(span.wanted)
+        ]
+        if logits is None or not draws:
+            return [([], 0) for _ in rows]
+        logits = logits[: len(draws)]
+        self._check_finite(logits)
+        drawn = iter(sample(logits, draws, self._config.eos_ids))
+        return [
+            (sequence.take(list(islice(drawn, span.wanted)), some), len(some))
+            for sequence, span, some in zip(sequences, spans, drafts, strict=True)
+        ]
+
+    def _drafts(self, sequence: _Sequence, span: Span) -> array[int]:
+        """Guesses at what follows a row that decodes: as many as its last block, the answer and the context hold."""
+        sampled = len(sequence.tokens) - sequence.prompt
+        if not (self._speculate and sampled and span.wanted and span.count == 1) or sequence.grammar:
+            return array("q")
+        room = min(-span.end % self._geometry.block_size, self._max_positions - span.end)
+        left = sequence.sampling.max_tokens - sampled - 1
+        return array("q", lookup(sequence.tokens, min(self._speculate, room, left)))
+
+    def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
+        """Logits of the packed spans' wanted rows. `known`: the token ids of each one's sequence."""
         pad_to = ROWS if self._deterministic else 1
         plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=pad_to)
         padding = np.zeros(-plan.rows % pad_to, dtype=np.int64)
-        tokens = [
-            np.frombuffer(s.tokens[p.start : p.end], dtype=np.int64) for s, p in zip(sequences, spans, strict=True)
-        ]
+        tokens = [np.frombuffer(ids[p.start : p.end], dtype=np.int64) for ids, p in zip(known, spans, strict=True)]
         positions = [np.arange(span.start, span.end) for span in spans]
         return self._llama.forward(
             torch.from_numpy(np.concatenate([*tokens, padding])).to(self._device),
@@ -160,7 +199,7 @@ class TorchEngine:
             self._sequences[row.seq].blocks = table
         sample = not self._skip_sampling
         return [
-            Span(row.start, row.count, np.frombuffer(table, dtype=np.int64), row.sample and sample)
+            Span(row.start, row.count, np.frombuffer(table, dtype=np.int64), int(row.sample and sample))
             for row, table in zip(rows, tables, strict=True)
         ]
 
@@ -209,12 +248,15 @@ class TorchEngine:
         memory = torch.zeros(layout.region_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
         cache = KVCache(memory, layout)
         tokens = array("q", [i % self.vocab_size for i in range(count + 1)])
-        sequence = _Sequence(tokens, count, Sampling(), None)
         for start, end in ((0, count), (count, count + 1)):
-            span = Span(start, end - start, np.arange(blocks, dtype=np.int64), sample=True)
-            logits = self._forward([sequence], [span], cache)
+            span = Span(start, end - start, np.arange(blocks, dtype=np.int64), wanted=1)
+            logits = self._forward([tokens], [span], cache)
             assert logits is not None
             self._check_finite(logits)
+
+
+def _with_drafts(span: Span, drafts: int) -> Span:
+    return Span(span.start, span.count + drafts, span.blocks, span.wanted + drafts) if drafts else span
 
 
 def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:

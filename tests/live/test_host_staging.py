@@ -19,6 +19,7 @@ from pdbus.bus.recording import read
 from pdbus.nodes import events as ev
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.history import turns
+from pdbus.nodes.replay.timeline.spans import spans_of_node
 
 from .conftest import Live, answer, live_cluster
 from .faults import OPTIONS, SLOW_PREFILL, TCP, Site, ask, ask_remotely, pids_of, site_of, until_status
@@ -82,9 +83,10 @@ def test_requests_and_cancels_at_once_leave_nothing(staged: Live) -> None:
 
 
 @pytest.mark.long
-def test_copies_go_on_beside_steps() -> None:
-    """Steps of 20 ms, copies that are 2 ms late: a chunk's copy ends while the next chunk is computed."""
-    slow = {**FAKE, "coded_step_ms": 20}
+def test_copies_go_on_beside_steps(tmp_path: Path) -> None:
+    """Steps of 20 ms, copies that are 2 ms late: a chunk's copy ends while the next chunk is computed. This is counted,
+    and seen on the timeline."""
+    slow = {**FAKE, "coded_step_ms": 20, "record": str(tmp_path)}
     options = {"engine": "coded", "kv_blocks": 512, "prefill_chunk": 64}
     with live_cluster(options=options, role_options={"prefill": slow, "decode": FAKE}) as live:
         here, there = live.both_answer(prompt(12 * 64, salt=1), max_tokens=4)
@@ -92,6 +94,10 @@ def test_copies_go_on_beside_steps() -> None:
         metrics = live.ask(live.prefill, lambda client: client.status())["metrics"]
         assert metrics["kv_copies_total"] == 12 and 0 < metrics["kv_copies_in_step_total"] < 12
         live.check_clean()
+    (recording,) = tmp_path.iterdir()
+    copies = [bar for bar in spans_of_node(read(recording)).bars if bar.group == "copies"]
+    assert len(copies) == 12 and all(bar.end_ns for bar in copies)
+    assert sum("ended while a step was running" in bar.details for bar in copies) == metrics["kv_copies_in_step_total"]
 
 
 # ---------------------------------------------------------------- same tokens

@@ -33,6 +33,11 @@ def test_states_and_seconds_are_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "explored").exists()
 
 
+def test_staged_nodes_are_said_to_be() -> None:
+    scenario = Scenario(prefill=1, staged=True)
+    assert in_words(scenario, EVERY).endswith("; staged")
+
+
 def test_what_was_not_seen_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_explore(SMALL, Extent(states_max=50), tmp_path / "explored") == 0
     assert "not all states were seen" in capsys.readouterr().out
