@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -222,8 +223,24 @@ class Client:
     async def drain(self) -> None:
         """Ask the node to drain: to take nothing new, let what runs end, and stop."""
         node = await self.node()
-        if not self._send(node, Drain()):
+        if self._open().endpoint.keyring is not None:
+            await self._unless_forbidden(node, Drain())
+        elif not self._send(node, Drain()):
             raise Broken(f"{self.address} does not take messages any more")
+
+    async def _unless_forbidden(self, node: Node, message: Message) -> None:
+        """Send what only a refusal answers: what is asked after it is answered after that. Raises RequestError."""
+        asking = self._open().endpoint.ask(
+            node.link, message, (), self.timeout_s, to=node.name, to_inc=node.incarnation
+        )
+        refused = asyncio.ensure_future(asking)
+        await asyncio.sleep(0)  # so that it is sent first
+        with suppress(Broken, Closed):  # it may end before it answers
+            await self.ledger()
+        refused.cancel()
+        for outcome in await asyncio.gather(refused, return_exceptions=True):
+            if isinstance(outcome, RequestError):
+                raise outcome
 
     def subscribe(self, topics: Sequence[str] = ("",)) -> Subscription:
         """Follow events whose topic begins with one of `topics` (`<group>@<node>`, '' for all).
@@ -275,7 +292,7 @@ class Client:
 
     async def _greet(self) -> Node:
         """With each key that its address may have, while one is being replaced."""
-        for _ in range(self._open().endpoint.key_choices(self.address) - 1):
+        for _ in range(self._open().key_choices(self.address) - 1):
             try:
                 return await self._greet_once()
             except RequestError as e:

@@ -100,7 +100,7 @@ class KeyFolder:
             raise ConfigError("NAME", f"{name!r:.80} is no name: give up to 64 letters, digits, . _ -")
         file = self._secret_file(name)
         if file.exists() and not replace:
-            raise ConfigError("NAME", f"{file} is there already: pd keys rotate {name} replaces it")
+            raise ConfigError("NAME", f"{file} is there already, and not on the list: remove it, then make a new one")
         _, secret = zmq.curve_keypair()
         made = _own_key(name, z85.decode(secret))
         _write(file, f"# the secret key of {name}: keep it here\n{made.secret.hex()}\n", self.setting)

@@ -14,8 +14,7 @@ from .messages import Message
 from .roles import LOOKED_INTO, RUNS, refusal
 from .wire import Header
 
-SAY_AGAIN_S = 10.0  # one line a key and reason in this time: a refused peer repeats itself
-SAID_MAX = 1024
+SAY_AGAIN_S = 10.0  # one line a key in this time: a refused peer repeats itself
 GRANTED_MAX = 4096  # pairs of a key and a name
 PUBLIC_SHOWN = 12  # digits, enough to find it on the allow-list
 
@@ -33,7 +32,7 @@ class Keyring:
         self.allowed: AllowList
         self._stamp: Stamp
         self._granted: dict[tuple[str, str], set[type[Message]]] = {}  # by key and name: what was found to be allowed
-        self._said: dict[tuple[str, str], float] = {}
+        self._said: dict[str, float] = {}  # by key, '' for strangers: when it was last logged
         self._read()
 
     def _read(self) -> None:
@@ -99,14 +98,12 @@ class Keyring:
         return key is not None and (key.role == "operator" or key.name == self.own.name)
 
     def say(self, public: str, problem: str) -> None:
-        """Log a refusal, not every time."""
+        """Log a refusal, not every time: all strangers together have one line in SAY_AGAIN_S, as has every other."""
+        who = public if self.is_allowed(public) else ""
         now = time.monotonic()
-        if now - self._said.get((public, problem), -SAY_AGAIN_S) < SAY_AGAIN_S:
+        if now - self._said.get(who, -SAY_AGAIN_S) < SAY_AGAIN_S:
             return
-        self._said.pop((public, problem), None)
-        self._said[public, problem] = now
-        while len(self._said) > SAID_MAX:
-            del self._said[next(iter(self._said))]
+        self._said[who] = now
         log.warning("refused, key %s...: %s", public[:PUBLIC_SHOWN], problem)
 
 

@@ -78,6 +78,12 @@ class Station:
         self._asked += 1
         return f"{self._asked}"
 
+    def key_choices(self, address: str) -> int:
+        """How many keys may answer there, by the allow-list as it is now."""
+        if self.endpoint.keyring is not None:
+            self.endpoint.keyring.reload()
+        return self.endpoint.key_choices(address)
+
     def connect(self, address: str, listener: Listener) -> str:
         """Open a link whose messages go to `listener`."""
         link = self.endpoint.connect(address)

@@ -10,20 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from pdbus.bus.client import Client
+from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import RequestError
 from pdbus.bus.keys import Key
 from pdbus.nodes.cluster import Cluster, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
 from .conftest import answer
+from .gateway_process import gateway_of
 from tests.key_folders import key_folder
 
 pytestmark = pytest.mark.live
 
 PROMPT = [i % 200 for i in range(150)]
-CODED = {"engine": "coded", "kv_blocks": 256, "prefill_chunk": 64}
+CODED = {"engine": "coded", "kv_blocks": 256, "prefill_chunk": 64, "coded_step_ms": 2}
+LONG_TOKENS = 3000  # some 8 s
 WAIT_S = 30.0
+KEYS_READ_S = 1.5  # a node looks at its list every second
 
 
 class Keyed:
@@ -90,7 +93,8 @@ def test_only_an_operator_drains_a_node(keyed: Keyed) -> None:
         async with keyed.client(decode) as client:
             with pytest.raises(RequestError, match="it may not send connect"):
                 await client.connect(["tcp://127.0.0.1:9"])
-            await client.drain()  # has no answer
+            with pytest.raises(RequestError, match="it may not send drain"):
+                await client.drain()
             status = await client.status()
             assert status["ready"]
             assert status["metrics"]["bus_forbidden_total"] >= 2
@@ -175,3 +179,56 @@ def test_a_revoked_decode_node_loses_its_links(keyed: Keyed, tmp_path: Path) -> 
 
 async def _is_not_up(keyed: Keyed, at: NodeProcess, name: str) -> bool:
     return (await keyed.peers(at)).get(name) not in ("up", "suspect")
+
+
+def test_what_a_revoked_client_had_running_ends(keyed: Keyed, tmp_path: Path) -> None:
+    """It would hold its blocks to its deadline."""
+
+    async def revoke() -> None:
+        decode = keyed.cluster.decode[0]
+        key_folder(keyed.folder.path, {"eve": "client"})
+        await asyncio.sleep(KEYS_READ_S)
+        async with Client(decode.address, keys=keyed.folder.path / "eve.key") as eve:
+            generation = eve.generate(PROMPT, max_tokens=LONG_TOKENS)
+            await anext(generation)
+            reading = asyncio.create_task(_read(generation))
+            keyed.folder.revoke(*keyed.folder.allowed().named("eve"))
+
+            async def over() -> bool:
+                async with keyed.client(decode) as client:
+                    return not (await client.status())["requests"]
+
+            await keyed.until(over)
+            with pytest.raises(RequestError, match="this key is not allowed here"):
+                await eve.status()
+            reading.cancel()
+            assert len(generation.tokens) < LONG_TOKENS
+
+    keyed.runner.run(revoke())
+
+
+async def _read(generation: Generation) -> None:
+    async for _ in generation:
+        pass
+
+
+def test_a_gateway_has_a_clients_key_and_bearer_keys(keyed: Keyed, tmp_path: Path) -> None:
+    """It finds the decode nodes through the prefill node, each by its own key."""
+    http_keys = tmp_path / "http.keys"
+    http_keys.touch(0o600)
+    http_keys.write_text("alice sk-0123456789abcdef\n")
+    words = (
+        "--join", keyed.cluster.prefill[0].address,
+        "--keys", str(keyed.folder.path / "client.key"), "--http-keys", str(http_keys),
+    )  # fmt: skip
+
+    async def ask() -> None:
+        async with gateway_of(*words) as gate:
+            assert (await gate.complete(PROMPT)).status_code == 401
+            gate.web.headers["Authorization"] = "Bearer sk-0123456789abcdef"
+            said = await gate.complete(PROMPT)
+            async with keyed.client(keyed.cluster.decode[0]) as client:
+                here = await answer(client, PROMPT, max_tokens=8, ignore_eos=True)
+            assert said.status_code == 200 and said.json()["choices"][0]["token_ids"] == here.tokens
+
+    keyed.runner.run(ask())
