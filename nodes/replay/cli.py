@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.keyring import client_keyring
 
-from ..options import AsJson, group
+from ..options import AsJson, Keys, group
 from ..values import addresses, duration
 
 FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
@@ -135,13 +136,15 @@ def load(
     ] = 0,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one page.")] = None,
     format: Format = "auto",
+    keys: Keys = "",
     as_json: AsJson = False,
 ) -> None:
     """Play a workload against live nodes. Exit status 1: no request completed."""
     from .load import Report, Shape, run_load
 
     shape = Shape(dequantise, max_requests, _factor("--speed", speed), _factor("--scale-tokens", scale_tokens), seed)
-    raise typer.Exit(run_load(workload, _addresses(to), shape, Report(as_json, html), _format(format)))
+    ring = client_keyring(keys, setting="--keys") if keys else None
+    raise typer.Exit(run_load(workload, _addresses(to), shape, Report(as_json, html), _format(format), ring))
 
 
 @replay.command()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import uvloop
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.keyring import Keyring
 
 from ..tables import print_json
 from .importers import AUTO, import_workload
@@ -55,13 +56,15 @@ def reshaped(workload: Workload, shape: Shape) -> Workload:
     return scaled(workload, shape.scale_tokens) if shape.scale_tokens != 1 else workload
 
 
-def run_load(path: Path, addresses: Sequence[str], shape: Shape, report: Report, format: str = AUTO) -> int:
+def run_load(
+    path: Path, addresses: Sequence[str], shape: Shape, report: Report, format: str = AUTO, keys: Keyring | None = None
+) -> int:
     """Plays it and reports. 0, also when some requests failed; 1 when none completed; 130 after Ctrl-C, with a report
     of what was. Raises ConfigError for what cannot be played, Broken and DeadlineExceeded when a node is not there."""
     workload = reshaped(import_workload(path, format), shape)
     if report.html is not None:
         _write(report.html, "", "a")  # an hour later would be late to learn that it cannot be written
-    run, interrupted = uvloop.run(_play(workload, addresses, shape))
+    run, interrupted = uvloop.run(_play(workload, addresses, shape, keys))
     result = {**figures(run), "shape": shape._asdict(), "notes": list(workload.notes)}
     if report.html is not None:
         _write(report.html, page(run, result))
@@ -69,10 +72,12 @@ def run_load(path: Path, addresses: Sequence[str], shape: Shape, report: Report,
     return EXIT_INTERRUPTED if interrupted else 0 if result["completed"] else EXIT_NOTHING_COMPLETED
 
 
-async def _play(workload: Workload, addresses: Sequence[str], shape: Shape) -> tuple[LoadRun, bool]:
+async def _play(
+    workload: Workload, addresses: Sequence[str], shape: Shape, keys: Keyring | None
+) -> tuple[LoadRun, bool]:
     """The run, and whether Ctrl-C ended it."""
     async with AsyncExitStack() as stack:
-        targets = await open_targets(addresses, stack)
+        targets = await open_targets(addresses, stack, keys)
         run = LoadRun(workload, targets, shape.seed)
         for note in (*workload.notes, *misfits(run, shape.scale_tokens)):
             print(f"pd-replay: note: {note}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any
 from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, ConfigError, PdError
 from pdbus.bus.generation import Generation
+from pdbus.bus.keyring import Keyring
 from pdbus.bus.messages import Sampling
 
 RETRY_S = 5.0  # a node that did not answer is not asked again before
@@ -57,7 +58,7 @@ class Target:
         return self.client.generate(prompt, sampling=Sampling(max_tokens=tokens, ignore_eos=True))
 
 
-async def open_targets(addresses: Sequence[str], stack: AsyncExitStack) -> list[Target]:
+async def open_targets(addresses: Sequence[str], stack: AsyncExitStack, keys: Keyring | None = None) -> list[Target]:
     """Raises Broken or DeadlineExceeded when one does not answer, ConfigError when one will not do."""
-    clients = [await stack.enter_async_context(Client(address)) for address in dict.fromkeys(addresses)]
+    clients = [await stack.enter_async_context(Client(address, keys=keys)) for address in dict.fromkeys(addresses)]
     return [Target(client, await client.status()) for client in clients]

@@ -196,7 +196,7 @@ def test_when_nothing_fits_it_does_not_begin() -> None:
 def status_of(target: FakeTarget, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit status of a load of three requests."""
 
-    async def open_fakes(addresses: Sequence[str], stack: AsyncExitStack) -> list[Any]:
+    async def open_fakes(addresses: Sequence[str], stack: AsyncExitStack, keys: object) -> list[Any]:
         return [target]
 
     monkeypatch.setattr(load, "open_targets", open_fakes)
