@@ -410,9 +410,8 @@ class Offers:
         return self._offers.get(try_) if _is_from(event, try_) else None
 
     def _accepted(self, offer: Offer) -> Answer:
-        return self._answer(
-            offer.link, offer.try_, PrefillAccepted(try_=offer.try_, **offer.snapshot(self._owner.block_size))
-        )
+        so_far = offer.snapshot(self._owner.block_size)
+        return self._answer(offer.link, offer.try_, PrefillAccepted(try_=offer.try_, **so_far))
 
     def _refuse(
         self, event: PrefillAsked, cause: str, lease: LeaseId | None = None, retry_after_ms: int = 0

@@ -64,8 +64,8 @@ class Offer:
     digests: bytes = b""  # of its blocks so far, if the reader wants them
 
     def announced(self, size: int) -> bytes:
-        """u32 ids of the blocks, of `size` tokens, that hold tokens have..ready: whole ones, the partial last one only at
-        the end. The reader's blocks may be of another size: the first may hold tokens before `have`."""
+        """u32 ids of the blocks, of `size` tokens, that hold tokens have..ready: whole ones, the partial last one only
+        at the end. The reader's blocks may be of another size: the first may hold tokens before `have`."""
         end = len(self.blocks) if self.ready == self.prompt_tokens else self.ready // size
         return pack_u32(self.blocks[self.have // size : end])
 
