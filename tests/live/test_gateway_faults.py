@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from pdbus.bus.client import Client
+from pdbus.nodes.cluster import http_ok
 from pdbus.nodes.node_process import NodeProcess
 
 from .faults import CHUNK, OPTIONS, SLOW_PREFILL, Site, prompt, scenario, site_of, until, until_clean, until_status
@@ -194,3 +197,39 @@ async def test_every_node_is_restarted_under_load_and_no_request_fails(hurt: Sit
         over.set()
         await asyncio.gather(*loads)
         assert answered > 20
+
+
+@pytest.mark.long
+@scenario
+async def test_a_gateway_that_is_told_to_stop_lets_answers_end(hurt: Site) -> None:
+    async with gateway_of(*joined(hurt)) as gate:
+        await gate.sees("decode-1", "decode-2")
+        asked = completion(prompt(20, 8), 300, stream=True)
+        async with gate.web.stream("POST", "/v1/completions", json=asked) as answer:
+            said = events_of(answer)
+            await anext(said)
+            gate.process.signal(signal.SIGTERM)
+            last = [event async for event in said][-1]
+        assert last == "[DONE]"
+        assert await gate.process.wait() == 0
+
+
+async def _is_deaf(url: str) -> bool:
+    return not await http_ok(f"{url}/health/live")
+
+
+@pytest.mark.long
+@scenario
+async def test_told_twice_it_stops_at_once_and_leaves_nothing_behind(hurt: Site) -> None:
+    async with gateway_of(*joined(hurt)) as gate:
+        await gate.sees("decode-1", "decode-2")
+        asked = completion(prompt(20, 9), 7000, stream=True)
+        async with gate.web.stream("POST", "/v1/completions", json=asked) as answer:
+            said = events_of(answer)
+            await anext(said)
+            gate.process.signal(signal.SIGTERM)
+            await until(lambda: _is_deaf(gate.process.http))
+            gate.process.signal(signal.SIGINT)
+            assert await gate.process.wait() == 0
+            with contextlib.suppress(httpx.HTTPError):
+                assert [event async for event in said][-1] != "[DONE]"
