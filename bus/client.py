@@ -12,11 +12,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from .endpoint import Received
+import zmq
+
+from .curve import call
+from .endpoint import FORBIDDEN, Received
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, RequestError
 from .generation import CREDIT_TOKENS, DEADLINE_MS, Generation, Prompt, generate_message, listed, sampling_of
+from .keyring import Keyring, client_keyring
 from .messages import (
     Cancel,
     Cancelled,
@@ -72,8 +77,11 @@ class Client:
     Raises ConfigError for what is no address, DeadlineExceeded or Broken naming the address when nobody answers there,
     and what the node's `error` answers stand for: RequestError, Overloaded and so on. A node that was restarted is
     greeted anew by the next call.
+    With `keys`, a folder made by `pd keys` or one NAME.key in it, it speaks only with who has the key that is said to
+    listen at `address`, and encrypted.
     With `record`, a folder, all that it sends and gets is recorded there for `pd-replay`; prompts and answers only with
-    `record_tokens`. Clients of several nodes may share a `station`, which records and is closed by who made it.
+    `record_tokens`. Clients of several nodes may share a `station`, which has the keys, records, and is closed by who
+    made it.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class Client:
         *,
         timeout_s: float = 5.0,
         credit: int = CREDIT_TOKENS,
+        keys: str | os.PathLike[str] | Keyring | None = None,
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
         station: Station | None = None,
@@ -91,6 +100,7 @@ class Client:
         self.address = _address(address)
         self.timeout_s = _seconds(timeout_s)
         self._credit = credit
+        self._keyring = client_keyring(keys) if keys else None
         self._record, self._record_tokens = record, record_tokens
         self._shared, self._station = station, station
         self._on_change = on_change
@@ -104,7 +114,9 @@ class Client:
 
     async def __aenter__(self) -> Client:
         if self._shared is None:
-            self._station = Station(address=self.address, record=self._record, record_tokens=self._record_tokens)
+            self._station = Station(
+                address=self.address, keyring=self._keyring, record=self._record, record_tokens=self._record_tokens
+            )
         try:
             await self.node()
         except BaseException:
@@ -254,7 +266,24 @@ class Client:
             raise Closed("the client is not open: use it within `async with`")
         return self._station
 
+    def securing(self, node: Node) -> Callable[[zmq.Socket[bytes]], None] | None:
+        """For Subscription: what makes a socket speak with that node alone; None without keys."""
+        endpoint = self._open().endpoint
+        if endpoint.keyring is None:
+            return None
+        return partial(call, keyring=endpoint.keyring, public=endpoint.public_of(node.link))
+
     async def _greet(self) -> Node:
+        """With each key that its address may have, while one is being replaced."""
+        for _ in range(self._open().endpoint.key_choices(self.address) - 1):
+            try:
+                return await self._greet_once()
+            except RequestError as e:
+                if e.code != FORBIDDEN:
+                    raise
+        return await self._greet_once()
+
+    async def _greet_once(self) -> Node:
         station = self._open()
         link = station.connect(self.address, self)
         try:

@@ -12,8 +12,8 @@ a connection that ZeroMQ re-makes by itself keeps its name: ROUTER_HANDOVER give
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, TypeVar
 
@@ -21,19 +21,21 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .answers import error_of, exception_of
-from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError
+from .curve import HANDSHAKE_FAILED, Doorkeeper, call, handshake_problem, serve
+from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError, RequestError
 from .frames import Unreadable, pack, unpack
+from .keyring import Keyring
 from .messages import Error, Message
 from .ports import parse_address
 from .pump import Pump
-from .wire import FRAME_BYTES_MAX, FRAMES_MAX, Header
+from .sockets import configure, new_context
+from .wire import FRAMES_MAX, Header
 
-QUEUE_MESSAGES = 4096  # high-water mark of each connection; a peer that is so far behind has stopped reading
 INBOUND_LINKS_MAX = 16_384  # ROUTER never says that a peer has left: the longest unused are forgotten
-SOCKETS_MAX = 8192  # of one context; each link takes two, one of them its monitor
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 5000  # ZeroMQ's own back-off; it jitters
-HANDSHAKE_MS = 5000  # a connection that says nothing of ZMTP in this time is closed
 BACKLOG = 1024
+SECRET_BYTES = 16  # of a connection's identity, with keys: who knew it could take over its answers
+FORBIDDEN = "forbidden"  # code of what a key may not do
 LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
 
 M = TypeVar("M", bound=Message)
@@ -64,6 +66,9 @@ class Counters:
     too_many_frames: int = 0
     oversize: int = 0
     disconnects: int = 0  # of links that we opened
+    forbidden: int = 0  # messages that their sender's key may not send, or that came under another's identity
+    keys_refused: int = 0  # handshakes with a key that is not allowed
+    handshakes_failed: int = 0  # with keys: no key or a wrong one of ours, or bytes that were replayed or changed
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -72,10 +77,21 @@ class Counters:
 class _Link:
     """One connection: where to send, and how many messages went there."""
 
-    __slots__ = ("identity", "key", "monitor", "pump", "seq")
+    __slots__ = ("address", "identity", "key", "monitor", "public", "pump", "seq")
 
-    def __init__(self, key: str, pump: Pump, identity: bytes | None, monitor: Pump | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        pump: Pump,
+        identity: bytes | None,
+        monitor: Pump | None = None,
+        *,
+        address: str = "",
+        public: str = "",
+    ) -> None:
         self.key = key
+        self.address = address  # of one that we opened
+        self.public = public  # the peer's key; '' without keys
         self.pump = pump
         self.identity = identity  # what ROUTER wants in front; None on a DEALER
         self.monitor = monitor
@@ -89,6 +105,10 @@ class Endpoint:
     with an `error`; any other exception is a bug: it ends `serve()`. `on_link_lost(link)` tells that a connection
     which we opened has been cut; ZeroMQ re-makes it by itself, maybe to another life of the peer. `tap` sees every
     message that was sent or has come; the header tells which.
+
+    With a `keyring` every connection is encrypted and every message held against its sender's key: what that may not
+    say is answered with an `error` and not heard. `on_link_refused(link, problem)` tells of a handshake that failed;
+    ZeroMQ gives such a link up, or tries for ever. Without it that is a lost link.
     """
 
     def __init__(
@@ -98,6 +118,8 @@ class Endpoint:
         on_message: Callable[[Received], None],
         *,
         on_link_lost: Callable[[str], None] | None = None,
+        on_link_refused: Callable[[str, str], None] | None = None,
+        keyring: Keyring | None = None,
         tap: Tap | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
@@ -106,10 +128,15 @@ class Endpoint:
         self.counters = Counters()
         self._on_message = on_message
         self._on_link_lost = on_link_lost
+        self._on_link_refused = on_link_refused
         self._tap = tap
-        self._context = context or _context()
+        self.context = context or new_context()
         self._owns_context = context is None
+        self.keyring = keyring
+        self._doorkeeper: Doorkeeper | None = None
+        self._key_turns: dict[str, int] = {}  # by address: how many of its keys have failed
         self._router: Pump | None = None
+        self._watch: Pump | None = None  # the router's monitor
         self._links: dict[str, _Link] = {}  # those that we opened
         self._inbound: dict[bytes, _Link] = {}  # by identity, longest unused first
         self._inbound_by_key: dict[str, _Link] = {}
@@ -128,12 +155,17 @@ class Endpoint:
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.BACKLOG, BACKLOG)
+        if self.keyring is not None:
+            self._doorkeeper = self._doorkeeper or Doorkeeper(self.context, self._lets_in)
+            serve(socket, self.keyring)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot listen on {address}: {e.strerror}") from None
-        self._router = Pump(socket, self._on_router, frames_max=FRAMES_MAX + 1)
+        if self.keyring is not None:
+            self._watch = Pump(socket.get_monitor_socket(HANDSHAKE_FAILED), self._on_handshake_failed)
+        self._router = Pump(socket, self._on_router, frames_max=FRAMES_MAX + 1, users=self.keyring is not None)
         return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def connect(self, address: str, *, setting: str = "address") -> str:
@@ -141,23 +173,52 @@ class Endpoint:
 
         Returns at once: what is sent before the peer answers is queued.
         """
+        keys = self._keys_at(address, setting)
+        public = keys[self._key_turns.get(address, 0) % len(keys)] if keys else ""
         self._opened += 1
         key = f"out:{self._opened}"
         socket = self._socket(zmq.DEALER, address, setting)
-        socket.set(zmq.IDENTITY, b"pd" + self.incarnation + self._opened.to_bytes(4, "big"))
+        secret = os.urandom(SECRET_BYTES) if self.keyring is not None else b""
+        socket.set(zmq.IDENTITY, b"pd" + self.incarnation + self._opened.to_bytes(4, "big") + secret)
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        if self.keyring is not None:
+            call(socket, self.keyring, public)
         try:
-            watch = socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+            watch = socket.get_monitor_socket(zmq.Event.DISCONNECTED | HANDSHAKE_FAILED)
             socket.connect(address)
         except zmq.ZMQError as e:
             socket.disable_monitor()
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot connect to {address}: {e.strerror}") from None
         pump = Pump(socket, lambda frames: self._on_frames(link, frames), frames_max=FRAMES_MAX)
-        link = _Link(key, pump, None, Pump(watch, lambda frames: self._on_monitor(key, frames)))
+        monitor = Pump(watch, lambda frames: self._on_monitor(key, frames))
+        link = _Link(key, pump, None, monitor, address=address, public=public)
         self._links[key] = link
         return key
+
+    def key_choices(self, address: str) -> int:
+        """How many keys may answer at an address: more than one while its node's is being replaced. Each call after a
+        failed handshake tries the next."""
+        return max(1, len(self._keys_at(address, "address")))
+
+    def _keys_at(self, address: str, setting: str) -> tuple[str, ...]:
+        return self.keyring.keys_at(address, setting) if self.keyring is not None else ()
+
+    @property
+    def public(self) -> str:
+        """Our own key, in hexadecimal; '' without keys."""
+        return self.keyring.own.public if self.keyring is not None else ""
+
+    def public_of(self, link: str) -> str:
+        """The key of who is at the other end, in hexadecimal; '' for nobody, and without keys."""
+        found = self._links.get(link) or self._inbound_by_key.get(link)
+        return found.public if found is not None else ""
+
+    def links_of(self, publics: Collection[str]) -> list[str]:
+        """All links to these keys."""
+        links = (*self._links.values(), *self._inbound_by_key.values())
+        return [link.key for link in links if link.public in publics]
 
     def close_link(self, link: str, *, linger_ms: int = 0) -> None:
         """End a link that we opened; what is queued gets `linger_ms` to leave. An inbound one is only forgotten."""
@@ -179,12 +240,16 @@ class Endpoint:
         for link in list(self._links):
             self.close_link(link, linger_ms=linger_ms)
         if self._router is not None:
+            self._router.socket.disable_monitor()
             self._router.close(linger_ms)
+        for pump in (self._watch, self._doorkeeper):
+            if pump is not None:
+                pump.close()
         for _, future in self._waiting.values():
             future.set_exception(Closed("the endpoint was closed while waiting for an answer"))
         self._waiting.clear()
         if self._owns_context:
-            self._context.term()
+            self.context.term()
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -274,16 +339,19 @@ class Endpoint:
     # ------------------------------------------------------------ in
 
     def _on_router(self, frames: list[bytes]) -> None:
+        assert self._router is not None
         identity = frames[0]
         link = self._inbound.pop(identity, None)
         if link is None:
-            assert self._router is not None
-            link = _Link(f"in:{identity.hex()}", self._router, identity)
+            link = _Link(f"in:{identity.hex()}", self._router, identity, public=self._router.user)
             self._inbound_by_key[link.key] = link
             if len(self._inbound) >= INBOUND_LINKS_MAX:
                 oldest = self._inbound.pop(next(iter(self._inbound)))
                 del self._inbound_by_key[oldest.key]
         self._inbound[identity] = link
+        if link.public != self._router.user:
+            self.counters.forbidden += 1
+            return
         self._on_frames(link, frames[1:] or [b""])
 
     def _on_frames(self, link: _Link, frames: list[bytes]) -> None:
@@ -294,6 +362,9 @@ class Endpoint:
             setattr(self.counters, e.why, getattr(self.counters, e.why) + 1)
             if not e.is_error:
                 self._answer(link.key, e, "", e.header)
+            return
+        if self.keyring is not None and (problem := self.keyring.refusal(link.public, header, message)):
+            self._forbid(link, problem, header, message)
             return
         if self._tap is not None:
             self._tap(link.key, header, message)
@@ -307,6 +378,13 @@ class Endpoint:
                 self._answer(link.key, e, message.KIND, header)
         except Exception as e:
             self._fail(e)
+
+    def _forbid(self, link: _Link, problem: str, header: Header, message: Message) -> None:
+        assert self.keyring is not None
+        self.counters.forbidden += 1
+        self.keyring.say(link.public, problem)
+        if not isinstance(message, Error):
+            self._answer(link.key, RequestError(problem, code=FORBIDDEN), message.KIND, header)
 
     def _resolve(self, received: Received) -> bool:
         """Hand an awaited answer to who waits for it."""
@@ -330,14 +408,51 @@ class Endpoint:
         self.counters.errors_answered += bool(sent)
 
     def _on_monitor(self, link: str, frames: list[bytes]) -> None:
-        if parse_monitor_message(frames)["event"] != zmq.Event.DISCONNECTED or link not in self._links:
+        if link not in self._links:
             return
-        self.counters.disconnects += 1
+        said = parse_monitor_message(frames)
+        event, value = said["event"], said["value"]
+        if event == zmq.Event.DISCONNECTED or value == zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE:
+            # the latter after the handshake: someone on the way replays, and ZeroMQ hears nothing more there
+            self.counters.disconnects += 1
+            self._lost(link)
+        elif problem := handshake_problem(event, value, self._links[link].address, self.keyring):
+            self._refused(link, problem, of_key=event != zmq.Event.HANDSHAKE_FAILED_AUTH)
+
+    def _refused(self, link: str, problem: str, *, of_key: bool) -> None:
+        """Whoever waits hears it at once. `of_key`: the key that we expected there; the next one's turn."""
+        if of_key:
+            address = self._links[link].address
+            self._key_turns[address] = self._key_turns.get(address, 0) + 1
+        for (waiting_on, _), (_, future) in list(self._waiting.items()):
+            if waiting_on == link and not future.done():
+                future.set_exception(RequestError(problem, code=FORBIDDEN))
+        if self._on_link_refused is None:
+            self._lost(link)
+            return
+        try:
+            self._on_link_refused(link, problem)
+        except Exception as e:
+            self._fail(e)
+
+    def _lost(self, link: str) -> None:
         if self._on_link_lost is not None:
             try:
                 self._on_link_lost(link)
             except Exception as e:
                 self._fail(e)
+
+    def _lets_in(self, public: str) -> bool:
+        assert self.keyring is not None
+        if self.keyring.is_allowed(public):
+            return True
+        self.counters.keys_refused += 1
+        self.keyring.say(public, "it is not on the allow-list")
+        return False
+
+    def _on_handshake_failed(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] != zmq.Event.HANDSHAKE_FAILED_AUTH:  # counted by key
+            self.counters.handshakes_failed += 1
 
     def _fail(self, problem: Exception) -> None:
         if not self._ended.done():
@@ -350,36 +465,9 @@ class Endpoint:
             raise Closed("the endpoint is closed")
         if not address.startswith(LOCAL):
             parse_address(address, setting, port_zero=kind == zmq.ROUTER)
-        socket = self._context.socket(kind)
+        socket = self.context.socket(kind)
         configure(socket, address)
         return socket
-
-
-def configure(socket: zmq.Socket[bytes], address: str) -> None:
-    """What every socket of the bus needs, whatever its type."""
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.SNDHWM, QUEUE_MESSAGES)
-    socket.set(zmq.RCVHWM, QUEUE_MESSAGES)
-    socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.set(zmq.IPV6, int(_needs_ipv6(address)))
-
-
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
-    return context
-
-
-def _needs_ipv6(address: str) -> bool:
-    """IPv6 takes IPv4 names in too, but would turn 127.0.0.1 into ::ffff:127.0.0.1 and localhost into ::1 alone."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    if host == "localhost":
-        return False
-    try:
-        return ipaddress.ip_address(host.strip("[]")).version == 6
-    except ValueError:
-        return True
 
 
 def _close(link: _Link, linger_ms: int) -> None:

@@ -124,6 +124,7 @@ class LinkLost(MembershipEvent):
     """The connection under a link that we opened was cut. It may come back to the same life, or to another."""
 
     link: str
+    reason: str = ""  # where it is known
 
 
 class Heard(MembershipEvent):

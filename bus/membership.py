@@ -211,13 +211,13 @@ class Membership:
         if dial is None:
             return [ms.rejected(event, "unknown link", event.link)]
         if dial.state is DialState.GREETING:
-            reason = "the connection was cut during the handshake"
+            reason = event.reason or "the connection was cut during the handshake"
             return [*ms.closing(event.link), *self._call_failed(dial, reason, now_ns)]
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
         unwatched = known.unwatch()
-        known.move("cut", "the connection was cut")
+        known.move("cut", event.reason or "the connection was cut")
         known.use_for(now_ns, self._config.in_use_ns)
         known.cut(now_ns)
         return unwatched

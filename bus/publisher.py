@@ -17,11 +17,13 @@ from typing import Any
 
 import zmq
 
-from .endpoint import configure
+from .curve import serve
 from .errors import Closed, ConfigError, RequestError
 from .frames import Unreadable, pack, unpack
+from .keyring import Keyring
 from .messages import EventsSnapshot, EventsSnapshotReply, Published
 from .pump import Pump
+from .sockets import configure
 from .wire import Header
 
 TOPIC_BYTES_MAX = 256
@@ -29,18 +31,30 @@ EVENT_GROUPS = ("kv", "lease", "node", "request")  # what nodes publish
 MARK = b"\xff"  # how a mark begins: no topic does, since this is no UTF-8; and it sorts behind all of them
 MARK_BYTES = 16  # random ones that follow
 SUBSCRIBED = b"\x01"  # how XPUB tells of a subscription; the topic follows
+REBIND_S = 0.02  # until the port is free again; ZeroMQ gives it up in the background
 FRAMES = 5  # topic, kind, header, body, and one more that tells of too many
 
 
 class Publisher:
     """The PUB socket of a node (XPUB, to see marks). A subscriber that is too slow loses events silently, and sees the
-    hole. Bind it on an event loop."""
+    hole. Bind it on an event loop. With a `keyring` only keys on its allow-list may subscribe; the context must be that
+    of an endpoint which is bound with the same one."""
 
-    def __init__(self, name: str, incarnation: bytes, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: bytes,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        keyring: Keyring | None = None,
+    ) -> None:
         self._name = name
         self._incarnation = incarnation
         self._context = context or zmq.Context()
         self._owns_context = context is None
+        self._keyring = keyring
+        self._address = ""  # where it is bound
+        self._rebinding: asyncio.TimerHandle | None = None
         self._pump: Pump | None = None
         self._sequences: dict[str, int] = {}
         self._states: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -49,13 +63,32 @@ class Publisher:
         """Publish at `address` and return the real one. Raises ConfigError naming `setting`."""
         socket = self._context.socket(zmq.XPUB)
         configure(socket, address)
+        if self._keyring is not None:
+            serve(socket, self._keyring)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot listen on {address}: {e.strerror}") from None
         self._pump = Pump(socket, self._on_subscription, frames_max=1)
-        return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._address = bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return self._address
+
+    def turn_out(self) -> None:
+        """Cut every subscriber's connection, so that each has to show its key again: ZeroMQ cannot cut one alone.
+        They come back by themselves, and see a hole."""
+        if self._pump is None:
+            return
+        self._pump.close()
+        self._pump = None
+        self._rebind()
+
+    def _rebind(self) -> None:
+        self._rebinding = None
+        try:
+            self.bind(self._address)
+        except ConfigError:
+            self._rebinding = asyncio.get_running_loop().call_later(REBIND_S, self._rebind)
 
     def publish(self, group: str, event: str, data: dict[str, Any] | None = None) -> int:
         """Publish one event on `<group>@<node>` and return its sequence. Numbered even while not bound."""
@@ -79,6 +112,8 @@ class Publisher:
         return EventsSnapshotReply(topic=asked.topic, sequence=self._sequences.get(asked.topic, 0), state=state())
 
     def close(self) -> None:
+        if self._rebinding is not None:
+            self._rebinding.cancel()
         if self._pump is not None:
             self._pump.close()
             self._pump = None
@@ -105,6 +140,7 @@ class Subscriber:
         *,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         setting: str = "events address",
+        secure: Callable[[zmq.Socket[bytes]], None] | None = None,  # called before it connects
     ) -> None:
         self.unreadable = 0
         self.in_force = asyncio.Event()
@@ -114,6 +150,8 @@ class Subscriber:
         self._owns_context = context is None
         socket = self._context.socket(zmq.SUB)
         configure(socket, address)
+        if secure is not None:
+            secure(socket)
         try:
             socket.connect(address)
             for topic in topics:

@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+USER = "User-Id"  # the property of a message that holds what the handler answered
 BURST_MESSAGES = 64  # read in one go before other callbacks of the loop get their turn
 
 
@@ -20,15 +21,23 @@ class Pump:
 
     `deliver` gets at most `frames_max` + 1 frames of a message (one too many shows that there were more), may
     send, and may close the pump. An exception of it goes to the loop's exception handler; reading goes on.
+    With `users`, `user` is what the handshake's handler called the sender of the message being delivered; '' for none.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], deliver: Callable[[list[bytes]], None], *, frames_max: int = 64
+        self,
+        socket: zmq.Socket[bytes],
+        deliver: Callable[[list[bytes]], None],
+        *,
+        frames_max: int = 64,
+        users: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.socket = socket
         self._deliver = deliver
         self._frames_max = frames_max
+        self._users = users
+        self.user = ""
         self._fd = int(socket.get(zmq.FD))
         self._draining = False
         self._again: asyncio.Handle | None = None
@@ -94,7 +103,7 @@ class Pump:
     def _receive(self) -> list[bytes] | None:
         socket: Any = self.socket
         try:
-            frames: list[bytes] = [socket.recv(zmq.NOBLOCK)]
+            frames = [self._receive_first() if self._users else socket.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
         while socket.get(zmq.RCVMORE):
@@ -102,3 +111,11 @@ class Pump:
             if len(frames) <= self._frames_max:
                 frames.append(frame)
         return frames
+
+    def _receive_first(self) -> bytes:
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        try:
+            self.user = str(frame.get(USER))
+        except zmq.ZMQError:  # it has none
+            self.user = ""
+        return frame.bytes

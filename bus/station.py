@@ -11,6 +11,7 @@ from pdbus import __version__
 from .client_recorder import ClientBegan, ClientRecorder
 from .endpoint import Endpoint, Received
 from .errors import Closed
+from .keyring import Keyring
 from .wire import Declared
 
 
@@ -38,6 +39,7 @@ class Station:
         address: str = "",
         role: str = "client",
         name: str = "",
+        keyring: Keyring | None = None,
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
         setting: str = "record",
@@ -49,7 +51,9 @@ class Station:
             began = ClientBegan(address=address, version=__version__, tokens=record_tokens, role=role)
             self._recorder = ClientRecorder(Path(record), self.name, incarnation, began, setting=setting)
         tap = self._recorder.saw if self._recorder else None
-        self._endpoint = Endpoint(self.name, incarnation, self._on_message, on_link_lost=self._on_link_lost, tap=tap)
+        self._endpoint = Endpoint(
+            self.name, incarnation, self._on_message, on_link_lost=self._on_link_lost, keyring=keyring, tap=tap
+        )
         self._listeners: dict[str, Listener] = {}  # by link
         self._asked = 0
         self.closed = False

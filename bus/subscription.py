@@ -93,7 +93,9 @@ class Subscription:
             raise RequestError(f"{node.name} at {self._client.address} publishes no events", code="no_events")
         for topic in self._topics:
             _check_published(topic, node.name)
-        self._subscriber = Subscriber(node.hello.events, self._topics, self._on_published)
+        self._subscriber = Subscriber(
+            node.hello.events, self._topics, self._on_published, secure=self._client.securing(node)
+        )
         await self._in_force(self._subscriber, f"{node.name} at {node.hello.events}")
         for topic in () if self.closed else self._topics:
             if "@" in topic:

@@ -31,10 +31,13 @@ class SyncClient:
         *,
         timeout_s: float = 5.0,
         credit: int = CREDIT_TOKENS,
+        keys: str | os.PathLike[str] | None = None,
         record: str | os.PathLike[str] | None = None,
         record_tokens: bool = False,
     ) -> None:
-        self._client = Client(address, timeout_s=timeout_s, credit=credit, record=record, record_tokens=record_tokens)
+        self._client = Client(
+            address, timeout_s=timeout_s, credit=credit, keys=keys, record=record, record_tokens=record_tokens
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from pdbus.bus.endpoint import Endpoint
+from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.keyring import node_keyring
 from pdbus.bus.ports import Address, advertised, bind_first_free, is_free, is_wildcard, need_free, parse_address
 from pdbus.bus.publisher import Publisher
 
 from .config import NodeConfig
 
 log = logging.getLogger("pdbus")
+
+
+def make_bus(
+    config: NodeConfig, incarnation: bytes, on_message: Callable[[Received], None], on_link_lost: Callable[..., None]
+) -> tuple[Endpoint, Publisher]:
+    """With keys if there are to be. `on_link_lost` hears the link, and the reason where one is known. Raises
+    ConfigError."""
+    keyring = node_keyring(config.keys, config.name, config.role) if config.keys else None
+    endpoint = Endpoint(
+        config.name, incarnation, on_message, on_link_lost=on_link_lost, on_link_refused=on_link_lost, keyring=keyring
+    )
+    return endpoint, Publisher(config.name, incarnation, context=endpoint.context, keyring=keyring)
 
 
 def bind_bus(config: NodeConfig, endpoint: Endpoint, publisher: Publisher) -> tuple[str, str]:

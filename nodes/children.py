@@ -19,6 +19,7 @@ from pdbus.connector.ipc import MoverArgs, WorkerArgs
 from pdbus.connector.process import Child, Exit, spawn
 
 from .config import NodeConfig
+from .http.keys import HttpKeys
 from .http.listening import HttpArgs, listen
 
 HTTP_MODULE = "pdbus.nodes.http.server"
@@ -111,14 +112,19 @@ class Managed(Generic[Received]):
 class HttpServer:
     """The HTTP process: bound here, so that a taken port is our error; connections wait while a successor starts."""
 
-    def __init__(self, config: NodeConfig, bus: str) -> None:
-        """Raises ConfigError naming --http-port or --http-host."""
+    def __init__(self, config: NodeConfig, bus: str, node_key: str = "") -> None:
+        """`node_key`: the public one that answers at `bus`. Raises ConfigError naming --http-port, --http-host or
+        --http-keys."""
         missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
         if missing:
             problem = f"HTTP needs the package {missing[0]}: pip install 'pdbus[http]', or give 0 for no HTTP"
             raise ConfigError("--http-port", problem)
+        if config.http_keys:
+            HttpKeys(config.http_keys)
         self._bus = bus
         self._name = config.name
+        self._http_keys = config.http_keys
+        self._keys, self._node_key = config.keys, node_key
         self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
         port = self._socket.getsockname()[1]
         if port != config.http_port:
@@ -133,7 +139,10 @@ class HttpServer:
 
     async def start(self) -> None:
         fd = self._socket.fileno()
-        args = HttpArgs(bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid())
+        args = HttpArgs(
+            bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid(),
+            keys=self._keys, node_key=self._node_key, http_keys=self._http_keys,
+        )  # fmt: skip
         self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
 
     async def stop(self) -> None:

@@ -21,7 +21,8 @@ from .bench.cli import bench
 from .config import SETTINGS, load
 from .extras import EXTRAS, lacks
 from .gateway.routing import DEFAULT_POLICY
-from .options import AsJson, ConfigFile, group, takes_settings
+from .keys_cli import keys
+from .options import AsJson, ConfigFile, Keys, group, takes_settings
 from .replay.cli import replay
 
 EXIT_FAILED = 1
@@ -52,6 +53,7 @@ app = group("Prefill and decode of a language model on separate nodes, joined by
 node_app = group("One node.")
 app.add_typer(bench, name="bench")
 app.add_typer(replay, name="replay")
+app.add_typer(keys, name="keys")
 
 
 @node_app.command(no_args_is_help=False)
@@ -72,7 +74,7 @@ def node(*, config: ConfigFile = None, settings: dict[str, str]) -> None:
         raise chosen.as_written(e) from None
 
 
-DECIDED_BY_UP = ("role", "name", "listen", "advertise", "events", "join", "http_port", "insecure", "cpus")
+DECIDED_BY_UP = ("role", "name", "listen", "advertise", "events", "join", "http_port", "keys", "insecure", "cpus")
 
 
 @app.command()
@@ -125,6 +127,10 @@ def gateway(
     name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
     record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
     record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
+    keys: Keys = "",
+    http_keys: Annotated[
+        str, typer.Option(metavar="FILE", help="File of bearer keys, a line NAME KEY each.", envvar="PD_HTTP_KEYS")
+    ] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve HTTP to other machines without keys.")] = False,
 ) -> None:
     """Serve the OpenAI API in front of a whole cluster."""
@@ -138,6 +144,8 @@ def gateway(
         prefillers=paired(prefiller_host, prefiller_port, "--prefiller-host", "--prefiller-port"),
         http=http,
         http_asked=asked is not None and asked.name != "DEFAULT",
+        keys=keys,
+        http_keys=http_keys,
         insecure=insecure,
         policy=policy,
         queue=queue,
@@ -157,11 +165,12 @@ def status(
     ] = False,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again every second until Ctrl-C.")] = False,
+    keys: Keys = "",
 ) -> None:
     """Show a node: links, leases, blocks, requests."""
     from .status_view import show_status
 
-    raise typer.Exit(show_status(address, ledger=ledger, as_json=as_json, watch=watch))
+    raise typer.Exit(show_status(address, ledger=ledger, as_json=as_json, watch=watch, keys=keys))
 
 
 @app.command()
@@ -172,11 +181,13 @@ def connect(
     members: Annotated[
         list[str], typer.Argument(metavar="MEMBER...", help="Bus addresses that it is to join.", callback=_address)
     ],
+    *,
+    keys: Keys = "",
 ) -> None:
     """Make a node join others."""
     from .status_view import connect_nodes
 
-    raise typer.Exit(connect_nodes(node, members))
+    raise typer.Exit(connect_nodes(node, members, keys))
 
 
 @app.command()
@@ -187,19 +198,21 @@ def disconnect(
     members: Annotated[
         list[str], typer.Argument(metavar="MEMBER...", help="Names or bus addresses that it is to part from.")
     ],
+    *,
+    keys: Keys = "",
 ) -> None:
     """Make a node part from others, each after its last lease, until it is made to join them again."""
     from .status_view import disconnect_nodes
 
-    raise typer.Exit(disconnect_nodes(node, members))
+    raise typer.Exit(disconnect_nodes(node, members, keys))
 
 
 @app.command()
-def drain(address: Address) -> None:
+def drain(address: Address, *, keys: Keys = "") -> None:
     """Stop a node from admitting requests; it ends when its leases have."""
     from .status_view import drain_node
 
-    raise typer.Exit(drain_node(address))
+    raise typer.Exit(drain_node(address, keys))
 
 
 @app.command()

@@ -66,7 +66,7 @@ class Cluster:
         self._ready = ready or is_ready
         self._options = dict(options or {})
         self._role_options = dict(role_options or {})
-        self._environment = dict(environment or {})
+        self._environment = {"PD_KEYS": "", **(environment or {})}  # whose nodes have other names
         self._command = (*command, *(("--config", str(config)) if config else ()))
         self._on_line, self._logs = on_line, logs
         self.taken: list[int] = []  # of the ports from bus_port and from http_port on: others had them
@@ -99,7 +99,7 @@ class Cluster:
             name, role, (*self._command, *command_line(settings)),
             address=address, http=f"http://127.0.0.1:{http_port}" if http_port else "",
             joined=[node.name for node in owners], environment=self._environment, on_line=self._on_line,
-            log=self._logs / f"{name}.log" if self._logs else None,
+            log=self._logs / f"{name}.log" if self._logs else None, keys=str(settings.get("keys", "")),
         )  # fmt: skip
         same.append(node)
 
@@ -270,7 +270,7 @@ async def is_ready(node: NodeProcess) -> bool:
     if not await _listens(node.address):
         return False
     try:
-        async with asyncio.timeout(5), Client(node.address) as client:
+        async with asyncio.timeout(5), Client(node.address, keys=node.keys or None) as client:
             status = await client.status()
     except (PdError, TimeoutError):
         return False

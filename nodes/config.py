@@ -45,11 +45,13 @@ class NodeConfig(Declared):
     events: str  # PUB; event replay binds the port after it
     events_asked: bool
     join: tuple[str, ...]
+    keys: str  # folder; "": no keys, everything in clear
     insecure: bool
 
     http_host: str
     http_port: int  # 0: no HTTP process
     http_port_asked: bool
+    http_keys: str  # file; "": whoever reaches HTTP may use it
 
     device: str
     tp: int  # ranks
@@ -200,11 +202,15 @@ SETTINGS: tuple[Setting, ...] = (
             "Where KV-cache events are published; their replay binds the port after it.", "the port after --listen"),
     Setting("join", "Bus", _ADVERTISED, values.addresses, (),
             "Bus address of any member of the cluster; repeat, or separate with commas."),
+    Setting("keys", "Bus", "DIR", str, "",
+            "Folder of keys (pd keys): only those on its list may connect, and all is encrypted.", "no keys"),
     Setting("insecure", "Bus", "", values.switch, False,
             "Allow other machines to connect although no keys are in use."),
     Setting("http_host", "HTTP", "HOST", values.text(r"[^\s/]+", "a host name or address"), "127.0.0.1",
             "Where HTTP binds."),
     Setting("http_port", "HTTP", "PORT", values.whole(0, 65535), 8080, "HTTP port; 0: no HTTP."),
+    Setting("http_keys", "HTTP", "FILE", str, "",
+            "File of bearer keys, a line NAME KEY each: HTTP serves only who sends one.", "no keys"),
     Setting("engine", "Model", "ENGINE", values.choice("torch", "coded"), "torch",
             "torch, or coded: made-up KV whose every byte can be checked."),
     Setting("model", "Model", "MODEL", str, _model,
@@ -400,8 +406,8 @@ def _check(c: Chosen, given: _Given, host: Host) -> None:
 def _check_bus(c: Chosen, given: _Given) -> None:
     listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
     for name, bound in (("listen", listen), ("events", events)):
-        if not is_loopback(bound.host) and not c["insecure"]:
-            raise given.error(not_insecure(str(bound), bound.host), name, "listen")
+        if not is_loopback(bound.host) and not c["insecure"] and not c["keys"]:
+            raise given.error(not_insecure(str(bound), bound.host, "--keys DIR (pd keys new)"), name, "listen")
     if is_wildcard(listen.host) and "advertise" not in given.text:
         problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
         raise given.error(problem, "listen")
@@ -416,17 +422,17 @@ def _check_bus(c: Chosen, given: _Given) -> None:
         raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
 
 
-def not_insecure(where: str, host: str) -> str:
+def not_insecure(where: str, host: str, keys: str) -> str:
     unknown = "" if is_wildcard(host) else unknown_host(host)
     if unknown:
         return f"{where}: {host} is not known here: {unknown}"
-    return f"{where} can be reached from other machines: needs --insecure, for there are no keys yet, or give 127.0.0.1"
+    return f"{where} can be reached from other machines: needs {keys}, or --insecure, or give 127.0.0.1"
 
 
 def _check_http(c: Chosen, given: _Given) -> None:
     port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
-    if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"]:
-        raise given.error(not_insecure(c["http_host"], c["http_host"]), "http_host")
+    if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"] and not c["http_keys"]:
+        raise given.error(not_insecure(c["http_host"], c["http_host"], "--http-keys FILE"), "http_host")
     if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
         raise given.error(f"port {port} is the bus's: give another one", "http_port")
 

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-import zmq
 
-from pdbus.bus.endpoint import Endpoint, Received
+from pdbus.bus.endpoint import Received
 from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
-from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import decode, encode, pack_u32
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoversReady
@@ -34,12 +32,13 @@ from pdbus.connector.slab import Slab, check_available
 
 from . import events as ev
 from . import report
-from .binding import bind_bus
+from .binding import bind_bus, make_bus
 from .checks import check_first_tokens, checked_prompt
 from .children import HttpServer
 from .config import NodeConfig
 from .core import NodeCore
 from .intake import Intake
+from .key_watch import KeyWatch
 from .kv_checks import wrong_digest
 from .machine_config import core_config, membership_config
 from .measures import Measures
@@ -100,11 +99,10 @@ class Control:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watchers: list[Callable[[], None]] = []
         self.measures = Measures()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = Endpoint(config.name, self.incarnation, self._on_message, on_link_lost=self._on_link_lost)
-        self.publisher = Publisher(config.name, self.incarnation, context=self._context)
+        self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
-        self._http = HttpServer(config, self.address) if config.http_port else None
+        self._keys = KeyWatch(self, self.endpoint.keyring) if self.endpoint.keyring is not None else None
+        self._http = HttpServer(config, self.address, self.endpoint.public) if config.http_port else None
         of_core = core_config(config, setup, self.incarnation)
         of_membership = membership_config(
             config, setup, self.incarnation, address=self.address, http=self.http, events=self.events
@@ -149,6 +147,8 @@ class Control:
             log.info("%d ranks, a worker and a mover each", ranks)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
+        if self._keys is not None:
+            self._keys.start()
         keep_what_is_loaded()
         serving = self._loop.create_task(self.endpoint.serve())
         serving.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
@@ -158,12 +158,13 @@ class Control:
         """End the children, then the sockets, so that the last words have left."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._keys is not None:
+            self._keys.stop()
         self.intake.farewell()
         await asyncio.gather(self.worker.stop(), self.mover.stop(), *([self._http.stop()] if self._http else []))
         self.intake.close()
         self.publisher.close()
         self.endpoint.close(linger_ms=FLUSH_MS)
-        self._context.term()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -251,6 +252,8 @@ class Control:
     # ------------------------------------------------------------ the bus
 
     def _on_message(self, received: Received) -> None:
+        if self._keys is not None:
+            self._keys.check(received)
         if self.intake.takes(received):
             return
         message = received.message
@@ -263,8 +266,8 @@ class Control:
             check_first_tokens(message, self.setup)
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
 
-    def _on_link_lost(self, link: str) -> None:
-        self.post(ev.LinkLost(link=link))
+    def _on_link_lost(self, link: str, reason: str = "") -> None:
+        self.post(ev.LinkLost(link=link, reason=reason))
 
     def _send(self, e: ev.Send[Message]) -> None:
         raw = (pack_u32(self.intake.prompt(e.message.try_.request)),) if isinstance(e.message, PrefillRequest) else ()

@@ -503,7 +503,7 @@ def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
 _OF_MEMBERSHIP: dict[type[ev.NodeEvent], Callable[[Any], ms.MembershipEvent]] = {
     ev.LinkOpened: lambda e: ms.LinkOpened(address=e.address, link=e.link),
     ev.LinkFailed: lambda e: ms.LinkFailed(address=e.address, problem=e.problem),
-    ev.LinkLost: lambda e: ms.LinkLost(link=e.link),
+    ev.LinkLost: lambda e: ms.LinkLost(link=e.link, reason=e.reason),
     ev.JoinAsked: lambda e: ms.JoinAsked(address=e.address),
     ev.RemoveAsked: lambda e: ms.RemoveAsked(target=e.target),
     ev.WatchChanged: lambda e: ms.WatchChanged(peer=e.peer, watched=e.watched),

@@ -159,6 +159,7 @@ class LinkLost(NodeEvent):
     """The connection under a link that we opened was cut."""
 
     link: str
+    reason: str = ""
 
 
 class JoinAsked(NodeEvent):

@@ -33,6 +33,7 @@ class NodeProcess:
         address: str,
         http: str = "",
         joined: Sequence[str] = (),
+        keys: str = "",
         environment: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
         log: Path | None = None,
@@ -41,6 +42,7 @@ class NodeProcess:
         self.role = role
         self.address = address
         self.http = http
+        self.keys = keys  # the folder of its clients' keys; '' for none
         self.joined = tuple(joined)  # names of those it was told to join
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._command = tuple(command)

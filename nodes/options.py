@@ -73,4 +73,7 @@ ConfigFile = Annotated[
         "--config", metavar="FILE.toml", help="Settings as keys, at the top or under \\[node].", envvar="PD_CONFIG"
     ),
 ]
+Keys = Annotated[
+    str, typer.Option("--keys", metavar="DIR", help="Folder of keys, or one NAME.key in it.", envvar="PD_KEYS")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]

@@ -58,6 +58,10 @@ class Peers:
             self._translate(effect, effects, news)
         return effects, news, accepted
 
+    def get(self, name: str) -> ms.Peer | None:
+        """Who has said hello to us under that name, or answered ours."""
+        return self._membership.peer(name)
+
     def _translate(self, effect: ms.MembershipEffect, out: list[ev.NodeEffect], news: list[News]) -> None:
         match effect:
             case ms.OpenLink():

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from pdbus.bus.client import Client
+from pdbus.bus.keyring import client_keyring
 from pdbus.bus.messages import Outcome
 
 from .tables import output, pairs, print_json, table
@@ -26,13 +27,17 @@ REQUESTS = ("request", "state", "age_ms", "prompt_tokens", "cached_tokens", "gen
 Status = Mapping[str, Any]
 
 
-def show_status(address: str, *, ledger: bool, as_json: bool, watch: bool) -> int:
+def show_status(address: str, *, ledger: bool, as_json: bool, watch: bool, keys: str = "") -> int:
     """Prints it, again every second with `watch`. 1 when a ledger that was asked for is not clean."""
-    return asyncio.run(_show(address, ledger, as_json, watch))
+    return asyncio.run(_show(address, ledger, as_json, watch, keys))
 
 
-async def _show(address: str, ledger: bool, as_json: bool, watch: bool) -> int:
-    async with Client(address) as client:
+def _client(address: str, keys: str) -> Client:
+    return Client(address, keys=client_keyring(keys, setting="--keys") if keys else None)
+
+
+async def _show(address: str, ledger: bool, as_json: bool, watch: bool, keys: str) -> int:
+    async with _client(address, keys) as client:
         read = _ledger if ledger else _status
         if not watch:
             said = await read(client)
@@ -119,23 +124,23 @@ def ledger_view(said: Status) -> RenderableType:
     return Group(verdict, pairs({"blocks": blocks_line(said.get("blocks") or {}), **counts}))
 
 
-def connect_nodes(node: str, members: Sequence[str]) -> int:
+def connect_nodes(node: str, members: Sequence[str], keys: str = "") -> int:
     """Asks `node` to join, prints one line for each member. 1 when one of them could not be joined."""
-    return asyncio.run(_connect(node, members))
+    return asyncio.run(_connect(node, members, keys))
 
 
-async def _connect(node: str, members: Sequence[str]) -> int:
-    async with Client(node) as client:
+async def _connect(node: str, members: Sequence[str], keys: str) -> int:
+    async with _client(node, keys) as client:
         return _told(await client.connect(members), "joined")
 
 
-def disconnect_nodes(node: str, members: Sequence[str]) -> int:
+def disconnect_nodes(node: str, members: Sequence[str], keys: str = "") -> int:
     """Asks `node` to part, prints one line for each member. 1 when one of them is no member."""
-    return asyncio.run(_disconnect(node, members))
+    return asyncio.run(_disconnect(node, members, keys))
 
 
-async def _disconnect(node: str, members: Sequence[str]) -> int:
-    async with Client(node) as client:
+async def _disconnect(node: str, members: Sequence[str], keys: str) -> int:
+    async with _client(node, keys) as client:
         return _told(await client.disconnect(members), "removed")
 
 
@@ -146,13 +151,13 @@ def _told(outcomes: Sequence[Outcome], done: str) -> int:
     return int(not all(outcome.ok for outcome in outcomes))
 
 
-def drain_node(address: str) -> int:
+def drain_node(address: str, keys: str = "") -> int:
     """Asks it to drain; it ends when its last lease and request have."""
-    asyncio.run(_drain(address))
+    asyncio.run(_drain(address, keys))
     print(f"{address} drains", file=sys.stderr)
     return 0
 
 
-async def _drain(address: str) -> None:
-    async with Client(address) as client:
+async def _drain(address: str, keys: str) -> None:
+    async with _client(address, keys) as client:
         await client.drain()

@@ -80,7 +80,11 @@ def with_model(settings: Mapping[str, str]) -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     """What nodes will see of ours: `pd up` decides on addresses itself."""
-    return {name: value for name, value in os.environ.items() if name not in ("PD_LISTEN", "PD_ADVERTISE", "PD_EVENTS")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PD_LISTEN", "PD_ADVERTISE", "PD_EVENTS", "PD_KEYS")
+    }
 
 
 async def serve(cluster: Cluster, console: Console) -> int:

@@ -1,8 +1,8 @@
 """`pd bench bus`: round trips between two processes, a typed request and reply beside bare pyzmq.
 
-Both carry the same bytes in the same frames, and are measured in turns in one run. Then again while a node's worker
-computes one prompt of 1,000 tokens after the other: the typed ones with that node's own control, so that whatever a
-forward pass does to its bus shows.
+Both carry the same bytes in the same frames, and are measured in turns in one run; so are typed ones with keys beside
+those without, and streams of tokens. Then again while a node's worker computes one prompt of 1,000 tokens after the
+other: the typed ones with that node's own control, so that whatever a forward pass does to its bus shows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -26,6 +28,9 @@ import zmq.asyncio
 from pdbus.bus.client import Client
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.frames import pack
+from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.keyring import Keyring
+from pdbus.bus.keys import Key
 from pdbus.bus.messages import Generate, Ledger, LedgerReply, Message, Token
 from pdbus.bus.wire import Header, pack_u32
 from pdbus.nodes.bench.serve import random_model, random_prompts
@@ -37,6 +42,9 @@ HEADER = Header(from_="bench-1", from_inc=bytes(16), to="bench-2", to_inc=bytes(
 TURN_TRIPS = 100
 ANSWER_S = 5.0
 PREFILL_TOKENS = 1000
+STREAM = "stream"  # a client_id that asks for STREAM_TOKENS answers
+STREAM_TOKENS = 1000
+STREAMS = 10  # of each kind, in turns
 PIPELINED = 64  # requests under way while throughput is measured
 
 Trip = Callable[[], Awaitable[object]]
@@ -49,31 +57,71 @@ def run(messages: int = 2000) -> dict[str, float]:
 
 
 async def _run(messages: int) -> dict[str, float]:
-    async with _other_process() as (typed_at, bare_at):
-        endpoint = Endpoint("bench-1", os.urandom(16), lambda received: None)
-        context = zmq.asyncio.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(bare_at)
-        try:
-            return await _measure(messages, endpoint, endpoint.connect(typed_at), dealer)
-        finally:
-            endpoint.close()
-            context.destroy(linger=0)
+    with tempfile.TemporaryDirectory() as folder:
+        keys = _keys(KeyFolder(folder))
+        async with _other_process(folder) as (typed_at, bare_at, keyed_at):
+            context = zmq.asyncio.Context()
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(bare_at)
+            plain, keyed = (
+                Caller(typed_at),
+                Caller(keyed_at, Keyring(keys, keys.own("bench-1"), node=keys.own("bench-2").public)),
+            )
+            try:
+                return await _measure(messages, plain, keyed, dealer)
+            finally:
+                plain.endpoint.close()
+                keyed.endpoint.close()
+                context.destroy(linger=0)
 
 
-async def _measure(messages: int, endpoint: Endpoint, link: str, dealer: zmq.asyncio.Socket) -> dict[str, float]:
+def _keys(folder: KeyFolder) -> KeyFolder:
+    """Of the two processes."""
+    for name, role in (("bench-1", "client"), ("bench-2", "decode")):
+        folder.allow(Key(name=name, role=role, public=folder.make(name).public))
+    return folder
+
+
+class Caller:
+    """An endpoint with a link to the other process."""
+
+    def __init__(self, address: str, keyring: Keyring | None = None) -> None:
+        self.endpoint = Endpoint("bench-1", os.urandom(16), self._hear, keyring=keyring)
+        self._link = self.endpoint.connect(address)
+        self._left = 0
+        self._done = asyncio.Event()
+
+    async def trip(self) -> object:
+        return await self.endpoint.request(self._link, ASK, Token, ANSWER_S, to="bench-2", to_inc=bytes(16))
+
+    async def stream(self) -> float:
+        """Tokens a second, sent one a message."""
+        self._left = STREAM_TOKENS
+        self._done.clear()
+        began = time.perf_counter()
+        self.endpoint.send(self._link, Generate(client_id=STREAM), to="bench-2", to_inc=bytes(16))
+        async with asyncio.timeout(ANSWER_S):
+            await self._done.wait()
+        return STREAM_TOKENS / (time.perf_counter() - began)
+
+    def _hear(self, received: Received) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self._done.set()
+
+
+async def _measure(messages: int, plain: Caller, keyed: Caller, dealer: zmq.asyncio.Socket) -> dict[str, float]:
     frames = pack(HEADER, ASK)
-
-    async def typed() -> object:
-        return await endpoint.request(link, ASK, Token, ANSWER_S, to="bench-2", to_inc=bytes(16))
 
     async def bare() -> object:
         await dealer.send_multipart(frames)
         return await dealer.recv_multipart()
 
-    typed_us, bare_us = await _in_turns(typed, bare, messages)
-    per_second = await _throughput(typed, messages)
-    loaded_us, loaded_bare_us = await _under_load(endpoint, bare, messages)
+    typed_us, bare_us = await _in_turns(plain.trip, bare, messages)
+    plain_us, keyed_us = await _in_turns(plain.trip, keyed.trip, messages)
+    streamed = [(await plain.stream(), await keyed.stream()) for _ in range(1 + STREAMS)][1:]
+    per_second = await _throughput(plain.trip, messages)
+    loaded_us, loaded_bare_us = await _under_load(plain.endpoint, bare, messages)
     return {
         "rtt_us": median(typed_us),
         "pyzmq_rtt_us": median(bare_us),
@@ -83,6 +131,11 @@ async def _measure(messages: int, endpoint: Endpoint, link: str, dealer: zmq.asy
         "p99_ms_during_prefill": _p99(loaded_us) / 1e3,
         "pyzmq_p99_ms_during_prefill": _p99(loaded_bare_us) / 1e3,
         "messages_per_s": per_second,
+        "keys_rtt_us": median(keyed_us),
+        "keys_rtt_ratio": median(keyed_us) / median(plain_us),
+        "streamed_tokens_per_s": median(plain for plain, _ in streamed),
+        "keys_streamed_tokens_per_s": median(keyed for _, keyed in streamed),
+        "keys_streamed_ratio": median(keyed / plain for plain, keyed in streamed),
     }
 
 
@@ -148,34 +201,47 @@ def _p99(values: list[float]) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _other_process() -> AsyncIterator[tuple[str, str]]:
-    """Its typed and its bare address; it ends when its standard input does."""
+async def _other_process(keys: str) -> AsyncIterator[tuple[str, str, str]]:
+    """Its addresses: typed, bare, and typed with `keys`, a folder; it ends when its standard input does."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", __name__, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        sys.executable, "-P", "-m", __name__, keys, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdout is not None
     try:
-        typed_at, bare_at = json.loads(await child.stdout.readline())
-        yield typed_at, bare_at
+        typed_at, bare_at, keyed_at = json.loads(await child.stdout.readline())
+        yield typed_at, bare_at, keyed_at
     finally:
         await child.communicate(b"")
 
 
-async def _answer_both() -> None:
-    """One ROUTER of each sort, until standard input ends."""
+def _answering(keyring: Keyring | None = None) -> tuple[Endpoint, str]:
+    """An endpoint that answers, and where."""
 
     def answer(received: Received) -> None:
-        endpoint.send(received.link, ANSWER, cause=received.header.seq, to="bench-1", to_inc=bytes(16))
+        if isinstance(received.message, Generate) and received.message.client_id == STREAM:
+            for _ in range(STREAM_TOKENS):
+                endpoint.send(received.link, ANSWER, to="bench-1", to_inc=bytes(16))
+        else:
+            endpoint.send(received.link, ANSWER, cause=received.header.seq, to="bench-1", to_inc=bytes(16))
 
-    endpoint = Endpoint("bench-2", os.urandom(16), answer)
+    endpoint = Endpoint("bench-2", os.urandom(16), answer, keyring=keyring)
+    return endpoint, endpoint.bind("tcp://127.0.0.1:0")
+
+
+async def _answer_all(keys: Path) -> None:
+    """One ROUTER of each sort, until standard input ends."""
+    folder = KeyFolder(keys)
+    plain, typed_at = _answering()
+    keyed, keyed_at = _answering(Keyring(folder, folder.own("bench-2")))
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    print(json.dumps([endpoint.bind("tcp://127.0.0.1:0"), f"tcp://127.0.0.1:{port}"]), flush=True)
+    print(json.dumps([typed_at, f"tcp://127.0.0.1:{port}", keyed_at]), flush=True)
     echoing = asyncio.create_task(_echo(router))
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     echoing.cancel()
-    endpoint.close()
+    plain.close()
+    keyed.close()
     context.destroy(linger=0)
 
 
@@ -187,4 +253,4 @@ async def _echo(router: zmq.asyncio.Socket) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_answer_both())
+    uvloop.run(_answer_all(Path(sys.argv[1])))

@@ -104,7 +104,8 @@ def bench_gateway(
 
 
 NOT_MEASURED = (
-    "role", "name", "run_dir", "listen", "advertise", "events", "join", "insecure", "http_host", "http_port", "cpus",
+    "role", "name", "run_dir", "listen", "advertise", "events", "join", "keys", "insecure", "http_host", "http_port",
+    "http_keys", "cpus",
     "record", "record_max", "record_tokens",
 )  # fmt: skip
 

@@ -16,11 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
 from pdbus.nodes.config import node_name, not_insecure
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.errors import JSON
+from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.listening import listen
 from pdbus.nodes.http.server import serve_app
 
@@ -42,6 +44,8 @@ class GatewayConfig:
     prefillers: tuple[Endpoint, ...]
     http: str
     http_asked: bool
+    keys: str
+    http_keys: str
     insecure: bool
     policy: str
     queue: int
@@ -54,12 +58,14 @@ def run_gateway(config: GatewayConfig) -> int:
     """Until SIGTERM or SIGINT, then until the answers under way have ended. Raises ConfigError."""
     check(config)
     at = http_address(config.http)
-    if not is_loopback(at.host) and not config.insecure:
-        raise ConfigError("--http", not_insecure(config.http, at.host))
+    if not is_loopback(at.host) and not config.insecure and not config.http_keys:
+        raise ConfigError("--http", not_insecure(config.http, at.host, "--http-keys FILE"))
+    keyring = client_keyring(config.keys, setting="--keys") if config.keys else None
+    http_keys = HttpKeys(config.http_keys) if config.http_keys else None
     listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
     name = config.name or f"gateway-{os.urandom(2).hex()}"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
-    uvloop.run(_run(config, name, listening))
+    uvloop.run(_run(config, name, listening, keyring, http_keys))
     return 0
 
 
@@ -90,10 +96,12 @@ def http_address(text: str) -> Address:
         raise ConfigError("--http", f"must be like 127.0.0.1:8000 or [::1]:8000, got {text!r}") from None
 
 
-async def _run(config: GatewayConfig, name: str, listening: socket.socket) -> None:
+async def _run(
+    config: GatewayConfig, name: str, listening: socket.socket, keyring: Keyring | None, http_keys: HttpKeys | None
+) -> None:
     called = (*config.join, *map(str, config.decoders))
     station = Station(
-        address=",".join(called), role="gateway", name=name, record=config.record or None,
+        address=",".join(called), role="gateway", name=name, keyring=keyring, record=config.record or None,
         record_tokens=config.record_tokens, setting="--record",
     )  # fmt: skip
     gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue)
@@ -103,7 +111,7 @@ async def _run(config: GatewayConfig, name: str, listening: socket.socket) -> No
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
-            app = create_app(gateway, http=url, more=[Route("/pd/nodes", _nodes(gateway))])
+            app = create_app(gateway, http=url, keys=http_keys, more=[Route("/pd/nodes", _nodes(gateway))])
             serving = asyncio.ensure_future(
                 serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT))
             )

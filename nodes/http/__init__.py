@@ -9,5 +9,7 @@ stream.py    one request, answered as it comes or whole
 answer.py    a request's answer in OpenAI's words
 peers.py     /add_remote_prefill_eps and its kin
 metrics.py   /metrics
+keys.py      the file of bearer keys
+bearer.py    only who sends one is served
 errors.py    every error as OpenAI's error object
 """

@@ -17,7 +17,9 @@ from starlette.routing import Route
 from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
 
 from .answer import Chat, Completion
+from .bearer import Bearer
 from .errors import JSON, on_bug, on_gone, on_http_error, on_pd_error
+from .keys import HttpKeys
 from .metrics import CONTENT_TYPE, HttpMetrics, Measured
 from .peers import Info, PrefillEndpoints
 from .schema import parse_chat, parse_completion
@@ -105,8 +107,11 @@ class Node:
         return JSON(Info(**said, http=self._http))
 
 
-def create_app(upstream: Upstream, *, http: str = "", more: Sequence[Route] = ()) -> Starlette:
-    """The app over what answers. `http` is this server's own address as others reach it (http://host:port)."""
+def create_app(
+    upstream: Upstream, *, http: str = "", keys: HttpKeys | None = None, more: Sequence[Route] = ()
+) -> Starlette:
+    """The app over what answers. `http` is this server's own address as others reach it (http://host:port). With `keys`
+    it serves only who sends one."""
     metrics = HttpMetrics()
     node = Node(upstream, metrics, http)
     peers = PrefillEndpoints(upstream)
@@ -129,7 +134,10 @@ def create_app(upstream: Upstream, *, http: str = "", more: Sequence[Route] = ()
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes))],
+        middleware=[
+            Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes)),
+            *([Middleware(Bearer, keys=keys)] if keys is not None else []),
+        ],
         exception_handlers={
             PdError: on_pd_error,
             HTTPException: on_http_error,

@@ -23,7 +23,7 @@ KINDS: tuple[tuple[type[PdError], int, str, str], ...] = (
     (LocalProtocolError, 500, "internal_error", "internal_error"),
     (PdError, 503, "unavailable_error", "unavailable"),
 )
-STATUS_OF_CODE = {"model_not_found": 404, "wrong_role": 421}
+STATUS_OF_CODE = {"model_not_found": 404, "wrong_role": 421, "forbidden": 403}
 CLOSING = (408, 413)  # the body has not been read: what follows on the connection is no request
 
 
@@ -55,6 +55,8 @@ def error_headers(error: PdError, status: int) -> dict[str, str]:
     if isinstance(error, Overloaded):
         seconds = max(1, math.ceil(error.retry_after_ms / 1000))
         return {"retry-after": str(seconds), "retry-after-ms": str(error.retry_after_ms)}
+    if status == 401:
+        return {"connection": "close", "www-authenticate": "Bearer"}
     return {"connection": "close"} if status in CLOSING else {}
 
 

@@ -20,6 +20,9 @@ class HttpArgs(Declared):
     fd: int  # the listening socket, inherited
     name: str = "http"  # the node's, for the log
     url: str = ""  # how others reach that socket: http://host:port
+    keys: str = ""  # folder of keys; this process has the node's
+    node_key: str = ""  # the public one that answers at `bus`
+    http_keys: str = ""  # file of bearer keys
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 
 

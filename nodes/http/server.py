@@ -26,9 +26,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pdbus.bus import wire
 from pdbus.bus.client import Client
 from pdbus.bus.errors import PdError
+from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.keyring import Keyring
 from pdbus.connector.channel import end_with_parent
 
 from .app import create_app
+from .keys import HttpKeys
 from .listening import BACKLOG, HttpArgs
 from .upstream import OneNode
 
@@ -100,11 +103,20 @@ class Server(uvicorn.Server):
             await asyncio.wait(tuple(self.server_state.tasks), timeout=LAST_WORDS_S)
 
 
+def _keyring(args: HttpArgs) -> Keyring | None:
+    """The node's own key: to the node this process is a part of itself."""
+    if not args.keys:
+        return None
+    folder = KeyFolder(args.keys)
+    return Keyring(folder, folder.own(args.name), node=args.node_key)
+
+
 async def serve(args: HttpArgs) -> None:
     """Until SIGTERM. Closing the client cancels at the node what is still running. Raises what `Client` does when no
     node answers."""
-    async with Client(args.bus) as client:
-        app = create_app(OneNode(client), http=args.url)
+    keys = HttpKeys(args.http_keys) if args.http_keys else None
+    async with Client(args.bus, keys=_keyring(args)) as client:
+        app = create_app(OneNode(client), http=args.url, keys=keys)
         await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S)
 
 

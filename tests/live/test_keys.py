@@ -1,0 +1,177 @@
+"""Keys on real nodes: the right tokens with them, no link after a key was revoked, a key replaced under load."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdbus.bus.client import Client
+from pdbus.bus.errors import RequestError
+from pdbus.bus.keys import Key
+from pdbus.nodes.cluster import Cluster, http_ok
+from pdbus.nodes.node_process import NodeProcess
+
+from .conftest import answer
+from tests.key_folders import key_folder
+
+pytestmark = pytest.mark.live
+
+PROMPT = [i % 200 for i in range(150)]
+CODED = {"engine": "coded", "kv_blocks": 256, "prefill_chunk": 64}
+WAIT_S = 30.0
+
+
+class Keyed:
+    """1P + 2D with keys on, and a loop."""
+
+    def __init__(self, runner: asyncio.Runner, path: Path) -> None:
+        self.runner = runner
+        self.cluster = Cluster(1, 2, options={**CODED, "keys": str(path / "keys")})
+        nodes = self.cluster.nodes
+        roles = {**{node.name: node.role for node in nodes}, "client": "client", "ops": "operator"}
+        self.folder = key_folder(path / "keys", roles, {node.name: node.address for node in nodes})
+
+    def client(self, node: NodeProcess, name: str = "client") -> Client:
+        return Client(node.address, keys=self.folder.path / f"{name}.key")
+
+    async def peers(self, node: NodeProcess) -> dict[str, str]:
+        async with self.client(node) as client:
+            return {peer["name"]: peer["state"] for peer in (await client.status())["peers"]}
+
+    async def until(self, true: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not await true():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    with asyncio.Runner() as runner:
+        made = Keyed(runner, tmp_path_factory.mktemp("keyed"))
+        try:
+            runner.run(made.cluster.start())
+            yield made
+        finally:
+            runner.run(made.cluster.stop(timeout_s=20))
+
+
+def test_tokens_are_right_and_come_from_the_prefill_node(keyed: Keyed) -> None:
+    """The coded engine ends a request at the first wrong byte of KV."""
+
+    async def ask() -> None:
+        decode = keyed.cluster.decode[0]
+        async with keyed.client(decode) as client:
+            said = await answer(client, PROMPT, max_tokens=8)
+        async with keyed.client(keyed.cluster.decode[1]) as client:
+            other = await answer(client, PROMPT, max_tokens=8)
+        assert said.finished.reason == "length" and said.finished.timeline.remote
+        assert said.tokens == other.tokens
+
+    keyed.runner.run(ask())
+
+
+def test_who_has_no_key_hears_that_one_is_asked_for(keyed: Keyed) -> None:
+    async def ask() -> None:
+        with pytest.raises(RequestError, match="asks for a key"):
+            async with Client(keyed.cluster.decode[0].address):
+                pass
+
+    keyed.runner.run(ask())
+
+
+def test_only_an_operator_drains_a_node(keyed: Keyed) -> None:
+    async def ask() -> None:
+        decode = keyed.cluster.decode[0]
+        async with keyed.client(decode) as client:
+            with pytest.raises(RequestError, match="it may not send connect"):
+                await client.connect(["tcp://127.0.0.1:9"])
+            await client.drain()  # has no answer
+            status = await client.status()
+            assert status["ready"]
+            assert status["metrics"]["bus_forbidden_total"] >= 2
+
+    keyed.runner.run(ask())
+
+
+def test_http_of_a_node_with_keys_answers(keyed: Keyed) -> None:
+    """Its process has the node's key, and what it asks for is the node's own will."""
+
+    async def ask() -> bool:
+        return await http_ok(f"{keyed.cluster.decode[0].http}/v1/models")
+
+    assert keyed.runner.run(ask())
+
+
+async def load(keyed: Keyed, node: NodeProcess, stop: asyncio.Event) -> list[tuple[list[int], bool]]:
+    """Fresh prompts one after the other: tokens and whether another node prefilled. The coded engine checks each."""
+    said = []
+    async with keyed.client(node) as client:
+        while not stop.is_set():
+            prompt = [len(said) % 200, *PROMPT]
+            got = await answer(client, prompt, max_tokens=4)
+            assert got.finished.reason == "length", got.finished
+            said.append((got.tokens, got.finished.timeline.remote))
+            await asyncio.sleep(0.02)
+    return said
+
+
+def test_a_key_is_replaced_under_load(keyed: Keyed) -> None:
+    """Both keys are allowed while the node starts again; requests go on meanwhile, and remotely again afterwards."""
+
+    async def replace() -> None:
+        decode, prefill = keyed.cluster.decode[0], keyed.cluster.prefill[0]
+        stop = asyncio.Event()
+        loading = asyncio.create_task(load(keyed, decode, stop))
+        (old,) = keyed.folder.allowed().named(prefill.name)
+        made = keyed.folder.make(prefill.name, replace=True)
+        keyed.folder.allow(Key(name=old.name, role=old.role, public=made.public, addresses=old.addresses))
+        prefill.signal(signal.SIGTERM)
+        assert await prefill.wait() == 0
+        await keyed.cluster.restart(prefill)
+        keyed.folder.revoke(old)
+        await keyed.until(lambda: _is(keyed, decode, prefill.name, "up"))
+
+        fresh = iter(range(200))
+
+        async def remote() -> bool:
+            async with keyed.client(decode) as client:
+                return (await answer(client, [next(fresh), 7, *PROMPT], max_tokens=2)).finished.timeline.remote
+
+        await keyed.until(remote)
+        stop.set()
+        said = await loading
+        assert said and len({len(tokens) for tokens, _ in said}) == 1
+
+    keyed.runner.run(replace())
+
+
+async def _is(keyed: Keyed, at: NodeProcess, name: str, state: str) -> bool:
+    return (await keyed.peers(at)).get(name) == state
+
+
+def test_a_revoked_decode_node_loses_its_links(keyed: Keyed, tmp_path: Path) -> None:
+    """Within a second or two, though its connection stands: and it still answers by itself."""
+
+    async def revoke() -> None:
+        prefill, decode = keyed.cluster.prefill[0], keyed.cluster.decode[1]
+        await keyed.until(lambda: _is(keyed, prefill, decode.name, "up"))
+        (key,) = keyed.folder.allowed().named(decode.name)
+        shutil.copytree(keyed.folder.path, tmp_path / "before")  # of a client that has not heard of it
+        keyed.folder.revoke(key)
+        await keyed.until(lambda: _is_not_up(keyed, prefill, decode.name))
+        async with keyed.client(prefill) as client:
+            assert (await client.ledger()).clean
+        async with Client(decode.address, keys=tmp_path / "before" / "client.key") as client:
+            said = await answer(client, [9, 9, *PROMPT], max_tokens=4)
+        assert said.finished.reason == "length" and not said.finished.timeline.remote
+
+    keyed.runner.run(revoke())
+
+
+async def _is_not_up(keyed: Keyed, at: NodeProcess, name: str) -> bool:
+    return (await keyed.peers(at)).get(name) not in ("up", "suspect")
