@@ -26,8 +26,6 @@ Whatever else arrives is ordinary, late or doubled: counted, answered, without e
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from pdbus.bus.errors import LocalProtocolError
@@ -50,7 +48,6 @@ from pdbus.bus.messages import (
     TransferDone,
     TryId,
 )
-from pdbus.bus.wire import pack_u32
 
 from .handoff import (
     Answer,
@@ -78,62 +75,11 @@ from .handoff import (
     WritesEnded,
 )
 from .ledger import LeaseLedger
+from .offered import LIVE, TOLD, TRANSITIONS, Heard, Offer, OfferState
 
 READERS_GONE_MAX = 1_024  # as many retired incarnations as membership remembers
 RETRY_AFTER_MS = 250  # hint with no_room: about one prefill of a middling prompt
 MS = 1_000_000
-
-
-class OfferState(StrEnum):
-    NONE = "none"
-    PREFILLING = "prefilling"
-    READY = "ready"
-    ENDING = "ending"
-    ENDED = "ended"
-
-
-class Heard(StrEnum):
-    """What moves an offer."""
-
-    ADMITTED = "admitted"
-    CHUNK = "chunk"
-    LAST_CHUNK = "last chunk"
-    POPPED = "popped"
-    WRITES_ENDED = "writes ended"
-    WORKER_LOST = "worker lost"
-
-
-TRANSITIONS: dict[tuple[OfferState, Heard], OfferState] = {
-    (OfferState.NONE, Heard.ADMITTED): OfferState.PREFILLING,
-    (OfferState.PREFILLING, Heard.CHUNK): OfferState.PREFILLING,
-    (OfferState.PREFILLING, Heard.LAST_CHUNK): OfferState.READY,
-    (OfferState.PREFILLING, Heard.POPPED): OfferState.ENDING,
-    (OfferState.READY, Heard.POPPED): OfferState.ENDED,
-    (OfferState.ENDING, Heard.WRITES_ENDED): OfferState.ENDED,
-    (OfferState.ENDING, Heard.WORKER_LOST): OfferState.ENDED,
-}
-
-LIVE = (OfferState.PREFILLING, OfferState.READY)  # the lease is held
-
-# Causes that the reader cannot know yet: it is told by prefill.failed, so that its next attempt starts at once.
-TOLD = (Cause.EXPIRED, Cause.FAILED, Cause.WORKER_DEAD, Cause.DEADLINE, Cause.SHUTDOWN)
-
-
-@dataclass(slots=True)
-class Offer:
-    """One prompt from admission until nothing writes its blocks any more."""
-
-    try_: TryId
-    link: str
-    lease: LeaseId
-    blocks: tuple[int, ...]
-    prompt_tokens: int
-    prompt_digest: bytes
-    have: int
-    ready: int  # tokens whose KV can be read from the blocks
-    state: OfferState = OfferState.NONE
-    first_token: bytes | None = None
-    digests: bytes = b""  # of its blocks so far, if the reader wants them
 
 
 class Offers:
@@ -200,20 +146,7 @@ class Offers:
 
     def rows(self) -> list[dict[str, Any]]:
         """Every prompt that is live or ending, for status and ledger."""
-        return [
-            {
-                "request": offer.try_.request.hex(),
-                "attempt": offer.try_.attempt,
-                "reader": offer.try_.node,
-                "generation": offer.lease.generation,
-                "epoch": offer.lease.epoch,
-                "state": offer.state.value,
-                "ready": offer.ready,
-                "prompt_tokens": offer.prompt_tokens,
-                "blocks": len(offer.blocks),
-            }
-            for offer in self._offers.values()
-        ]
+        return [offer.row() for offer in self._offers.values()]
 
     # ------------------------------------------------------------ a request
 
@@ -314,14 +247,14 @@ class Offers:
         offer.digests += event.digests
         self._move(offer, heard)
         if not event.last:
-            blocks = self._announced(offer)
+            blocks = offer.announced(self._owner.block_size)
             progress = PrefillProgress(try_=offer.try_, lease=offer.lease, ready=offer.ready, blocks=blocks)
             return [self._answer(offer.link, offer.try_, progress)]
         done = PrefillDone(
             try_=offer.try_,
             lease=offer.lease,
             ready=offer.ready,
-            blocks=self._announced(offer),
+            blocks=offer.announced(self._owner.block_size),
             first_token=offer.first_token,
             prefill_ns=event.prefill_ns,
             block_digests=offer.digests,
@@ -392,7 +325,7 @@ class Offers:
         if (event.node, event.incarnation) not in self._watched:
             self._ledger.renew(offer.lease, now_ns)
         offer.link = event.link
-        return RenewedEntry(try_=offer.try_, held=True, **self._state(offer))
+        return RenewedEntry(try_=offer.try_, held=True, **offer.snapshot(self._owner.block_size))
 
     def _reader_gone(self, event: ReaderGone, now_ns: int) -> list[OfferEffect]:
         reader = (event.node, event.incarnation)
@@ -476,27 +409,9 @@ class Offers:
         """Only its own reader speaks for a try."""
         return self._offers.get(try_) if _is_from(event, try_) else None
 
-    def _announced(self, offer: Offer) -> bytes:
-        """u32 ids of the blocks that hold tokens have..ready, whole ones, the partial last one only at the end. The
-        reader's blocks may be of another size: the first may hold tokens before `have`."""
-        size = self._owner.block_size
-        end = len(offer.blocks) if offer.ready == offer.prompt_tokens else offer.ready // size
-        return pack_u32(offer.blocks[offer.have // size : end])
-
     def _accepted(self, offer: Offer) -> Answer:
-        return self._answer(offer.link, offer.try_, PrefillAccepted(try_=offer.try_, **self._state(offer)))
-
-    def _state(self, offer: Offer) -> dict[str, Any]:
-        """What snapshots say."""
-        finished = offer.state is OfferState.READY
-        return {
-            "lease": offer.lease,
-            "ready": offer.ready,
-            "blocks": self._announced(offer),
-            "finished": finished,
-            "first_token": offer.first_token,
-            "block_digests": offer.digests if finished else b"",
-        }
+        so_far = offer.snapshot(self._owner.block_size)
+        return self._answer(offer.link, offer.try_, PrefillAccepted(try_=offer.try_, **so_far))
 
     def _refuse(
         self, event: PrefillAsked, cause: str, lease: LeaseId | None = None, retry_after_ms: int = 0

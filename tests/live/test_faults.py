@@ -11,6 +11,7 @@ import pytest
 
 from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, DeadlineExceeded
+from pdbus.nodes.circuits import FAILURES_MAX
 
 from .conftest import Answered
 from .faults import (
@@ -261,6 +262,24 @@ async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -
         assert answered.finished.timeline.attempts == 0
         hurt.thaw(children["control"])
         await ask_remotely(d, 11)
+        assert await pids_of(p) == children
+
+
+@pytest.mark.long
+@scenario
+async def test_a_prefill_node_where_attempts_fail_is_left_alone_until_a_trial_succeeds(hurt: Site) -> None:
+    async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
+        await ask_remotely(d, 25)
+        children = await pids_of(p)
+        hurt.freeze(children["control"])
+        lost = await asyncio.gather(*(ask(d, prompt(2 * CHUNK, 30 + i)) for i in range(FAILURES_MAX)))
+        assert [answered.finished.timeline.attempts for answered in lost] == [1] * FAILURES_MAX
+        assert (await d.status())["peers"][0]["circuit"] == "open"
+        assert (await ask(d, prompt(2 * CHUNK, 40))).finished.timeline.attempts == 0
+        hurt.thaw(children["control"])
+        await ask_remotely(d, 26)
+        assert (await d.status())["peers"][0]["circuit"] == ""
+        assert any("is asked for prompts again" in line for line in hurt.d.tail)
         assert await pids_of(p) == children
 
 

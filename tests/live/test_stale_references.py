@@ -37,8 +37,7 @@ BLOCKS = 24  # on either node: a few prompts use all of them again
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Site]:
-    options = {**OPTIONS, "kv_blocks": BLOCKS, "lease": "1500ms", "renew": "300ms", "claim": "150ms"}
-    with site_of(1, 1, options=options, environment=TCP) as site:
+    with site_of(1, 1, options={**OPTIONS, "kv_blocks": BLOCKS}, environment=TCP) as site:
         yield site
 
 
@@ -126,7 +125,13 @@ STALE: dict[Make, str] = {
 }
 
 
-@pytest.mark.parametrize(("make", "cause"), [pytest.param(m, c, id=m.__name__) for m, c in STALE.items()])
+LONG = (expired,)  # as are the blocks that were reused
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [pytest.param(m, c, id=m.__name__, marks=[pytest.mark.long] if m in LONG else []) for m, c in STALE.items()],
+)
 @scenario
 async def test_a_stale_reference_is_refused_with_its_cause(site: Site, make: Make, cause: str) -> None:
     """Again and again: a claim that was refused never becomes valid."""

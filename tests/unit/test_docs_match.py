@@ -14,9 +14,8 @@ import pytest
 from pdbus.bus import frames, known, wire
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import MESSAGES, Hello
-from pdbus.connector import attempt, offer, transfer
+from pdbus.connector import attempt, offered, transfer
 from pdbus.connector.handoff import Cause, HandoffConfig
-from pdbus.connector.offer import Offers
 from pdbus.nodes import circuits, core, intake, limits, report
 from pdbus.nodes.http import stream
 from pdbus.nodes.http.node_metrics import ALIASES, vllm_gauges
@@ -74,7 +73,7 @@ def test_golden_bytes_exist_for_every_kind() -> None:
 @pytest.mark.parametrize(
     ("heading", "transitions"),
     [
-        ("A prompt on P", offer.TRANSITIONS),
+        ("A prompt on P", offered.TRANSITIONS),
         ("A fetch on D", attempt.TRANSITIONS),
         ("A read on D", transfer.TRANSITIONS),
         ("A circuit on D", circuits.TRANSITIONS),
@@ -141,7 +140,7 @@ def test_limits_are_those_of_the_code() -> None:
         (intake.Intake._status, "Status"),
         (report.peers, "Status"),
         (report._request, "Status"),
-        (Offers.rows, "Status"),
+        (offered.Offer.row, "Status"),
         (attempt.Fetch.row, "Status"),
         (report.ledger, "Ledger"),
     ],
