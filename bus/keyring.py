@@ -42,13 +42,17 @@ class Keyring:
 
     def reload(self) -> tuple[Key, ...]:
         """Read the allow-list again if it has changed. Returns the keys that no longer stand on it, or say something
-        else now. Where it cannot be read the last one stays in force, and that is logged."""
+        else now. Where it cannot be read, or has lost our own key (someone is writing it), the last one stays in force,
+        and that is logged."""
         if self._stamp == self.folder.stamp():
             return ()
         before = self.allowed
         try:
             self._read()
+            if before.get(self.own.public) and not self.allowed.get(self.own.public):
+                raise ConfigError(str(self.folder.path), f"the key of {self.own.name} itself does not stand there")
         except ConfigError as e:
+            self.allowed = before
             log.error("the allow-list stays as it was: %s", e)
             return ()
         after = {(key.name, key.role, key.public) for key in self.allowed.keys}

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from zmq.utils import z85
 
 from pdbus.bus.client import Client, Generation
 from pdbus.bus.errors import RequestError
 from pdbus.bus.keys import Key
 from pdbus.nodes.cluster import Cluster, http_ok
-from pdbus.nodes.node_process import NodeProcess
+from pdbus.nodes.node_process import NodeProcess, descendants
 
 from .conftest import answer
 from .gateway_process import gateway_of
@@ -34,7 +35,10 @@ class Keyed:
 
     def __init__(self, runner: asyncio.Runner, path: Path) -> None:
         self.runner = runner
-        self.cluster = Cluster(1, 2, options={**CODED, "keys": str(path / "keys")})
+        self.recordings, self.logs = path / "recordings", path / "logs"
+        self.logs.mkdir()
+        options = {**CODED, "keys": str(path / "keys"), "record": str(self.recordings)}
+        self.cluster = Cluster(1, 2, options=options, logs=self.logs)
         nodes = self.cluster.nodes
         roles = {**{node.name: node.role for node in nodes}, "client": "client", "ops": "operator"}
         self.folder = key_folder(path / "keys", roles, {node.name: node.address for node in nodes})
@@ -232,3 +236,22 @@ def test_a_gateway_has_a_clients_key_and_bearer_keys(keyed: Keyed, tmp_path: Pat
             assert said.status_code == 200 and said.json()["choices"][0]["token_ids"] == here.tokens
 
     keyed.runner.run(ask())
+
+
+def test_no_secret_is_anywhere_but_in_its_file(keyed: Keyed) -> None:
+    """Not in arguments, environments, logs, recordings, status: in hexadecimal, as bytes, or as ZeroMQ writes it."""
+    secrets = [keyed.folder.own(name).secret for name in keyed.folder.names()]
+    written = [form for s in secrets for form in (s, s.hex().encode(), z85.encode(s))]
+
+    async def status() -> str:
+        async with keyed.client(keyed.cluster.decode[0]) as client:
+            return str(await client.status())
+
+    said = [keyed.runner.run(status()).encode()]
+    for node in keyed.cluster.nodes:
+        for pid in (node.pid, *descendants(node.pid)):
+            said += [Path(f"/proc/{pid}/{what}").read_bytes() for what in ("cmdline", "environ")]
+    files = [file for folder in (keyed.recordings, keyed.logs) for file in folder.rglob("*") if file.is_file()]
+    said += [file.read_bytes() for file in files]
+    assert len(files) > len(keyed.cluster.nodes)
+    assert not [form for form in written for text in said if form in text]

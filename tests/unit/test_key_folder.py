@@ -12,9 +12,10 @@ from pdbus.bus.client import Client
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.keyring import client_keyring, node_keyring
+from pdbus.bus.keys import Key
 from pdbus.nodes import cli
 
-from tests.key_folders import key_folder
+from tests.key_folders import key_folder, keyring
 
 AT = "tcp://10.0.0.1:7400"
 
@@ -101,6 +102,19 @@ def test_a_list_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     folder.revoke(*folder.allowed().named("alice"))
     assert os.stat(folder.path / "allowed").st_ino != before
     assert [file.name for file in folder.path.iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("text", ["", "bob client nonsense", None], ids=["emptied", "no list", "gone"])
+def test_a_list_that_someone_is_writing_leaves_the_last_in_force(tmp_path: Path, text: str | None) -> None:
+    """An editor empties a file, or takes it away, before it writes: that must not cut everyone off."""
+    folder = key_folder(tmp_path / "keys", {"p1": "prefill", "alice": "client"})
+    ring, file = keyring(folder, "p1"), folder.path / "allowed"
+    file.unlink() if text is None else file.write_text(text)
+    assert ring.reload() == () and ring.is_allowed(folder.own("alice").public)
+    assert ring.reload() == ()
+    file.unlink(missing_ok=True)
+    folder.allow(Key(name="p1", role="prefill", public=folder.own("p1").public))
+    assert [key.name for key in ring.reload()] == ["alice"] and not ring.is_allowed(folder.own("alice").public)
 
 
 # ---------------------------------------------------------------- pd keys
