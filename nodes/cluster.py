@@ -26,6 +26,7 @@ from .node_process import NodeProcess, OnLine
 from .values import switch
 
 NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes")
+GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys")  # which it shares with the nodes
 GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway")
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
 READY_S = 180.0  # importing torch and reading a model on a busy machine
@@ -106,9 +107,7 @@ class Cluster:
     def _add_gateway(self, port: int) -> None:
         name, http = "gateway-1", f"127.0.0.1:{port}"
         words = ["--join", ",".join(node.address for node in self.nodes), "--http", http, "--name", name]
-        words += command_line(
-            {key: self._options[key] for key in ("record", "record_tokens") if self._options.get(key)}
-        )
+        words += command_line({key: self._options[key] for key in GATEWAY_OPTIONS if self._options.get(key)})
         self.gateway.append(
             NodeProcess(
                 name, "gateway", (*GATEWAY_COMMAND, *words), address="", http=f"http://{http}",

@@ -45,7 +45,7 @@ class NodeProcess:
         self.keys = keys  # the folder of its clients' keys; '' for none
         self.joined = tuple(joined)  # names of those it was told to join
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._command = tuple(command)
+        self.command = tuple(command)
         self._environment = dict(environment or {})
         self._on_line = on_line
         self._log = log
@@ -66,12 +66,12 @@ class NodeProcess:
         read_end, write_end = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=write_end, stderr=write_end,
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=write_end, stderr=write_end,
                 env={**os.environ, **self._environment}, start_new_session=True,
             )  # fmt: skip
         except OSError as e:
             os.close(read_end)
-            raise Broken(f"cannot start {self._command[0]}: {e.strerror}") from None
+            raise Broken(f"cannot start {self.command[0]}: {e.strerror}") from None
         finally:
             os.close(write_end)
         self._reader = asyncio.create_task(self._read(os.fdopen(read_end, "rb", 0)))

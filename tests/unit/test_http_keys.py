@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from pdbus.bus.errors import ConfigError
+from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.http import keys as keys_module
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.keys import HttpKeys
@@ -104,3 +105,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="others have access"):
         HttpKeys(str(file))
+
+
+def test_a_gateway_before_guarded_nodes_is_guarded_too(tmp_path: Path) -> None:
+    cluster = Cluster(1, 1, options={"engine": "coded", "http_keys": "http.keys"}, gateway_port=8000)
+    words = cluster.gateway[0].command
+    assert words[words.index("--http-keys") + 1] == "http.keys"
