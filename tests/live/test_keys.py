@@ -255,3 +255,15 @@ def test_no_secret_is_anywhere_but_in_its_file(keyed: Keyed) -> None:
     said += [file.read_bytes() for file in files]
     assert len(files) > len(keyed.cluster.nodes)
     assert not [form for form in written for text in said if form in text]
+
+
+def test_an_operator_drains_a_node(keyed: Keyed) -> None:
+    """The last test here: the node has ended."""
+
+    async def drain() -> int:
+        decode = keyed.cluster.decode[0]
+        async with keyed.client(decode, "ops") as client:
+            await client.drain()
+        return await decode.wait()
+
+    assert keyed.runner.run(drain()) == 0
