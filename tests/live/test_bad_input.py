@@ -423,6 +423,7 @@ def run_pd(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
 
 
+@pytest.mark.long
 def test_a_node_that_reaches_nobody_says_so_once_and_joins_when_someone_is_there(lone: Lone, p: NodeProcess) -> None:
     """An HTTP port given as a bus address is nobody, too; it answers by hanging up, or not at all."""
     port, web = free_ports(3), p.http.replace("http", "tcp")

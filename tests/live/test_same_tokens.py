@@ -63,6 +63,7 @@ def test_with_blocks_already_on_the_decode_node(deterministic: Live, warm_blocks
     assert here.finished.cached_tokens == warm_blocks * B
 
 
+@pytest.mark.long
 def test_with_blocks_of_other_size_and_order_on_each_node(tiny_llama: Path) -> None:
     """Where KV lies changes no bit of what is computed from it."""
     options = {"model": str(tiny_llama), "deterministic": True, "kv_blocks": 256, "prefill_chunk": 64}

@@ -48,6 +48,7 @@ def measured(file: Path, *arguments: str) -> Profile:
     return load_profile(str(file))
 
 
+@pytest.mark.long
 def test_a_measured_profile_has_the_times_that_the_engine_was_told_to_take(tmp_path: Path) -> None:
     profile = measured(tmp_path / "p.json", "--longest", "128", "--rows", "2", "--repeat", "2")
     times = StepTimes(profile)
