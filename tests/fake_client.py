@@ -8,6 +8,7 @@ from typing import Any
 
 from pdbus.bus import wire
 from pdbus.bus.messages import Finished, Outcome, Sampling, Timeline, Token, TokenLogprob
+from pdbus.nodes.tokenizer import ByteTokenizer
 
 REQUEST = bytes(range(16))
 STATUS: dict[str, Any] = {
@@ -101,6 +102,9 @@ class FakeClient:
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
+
+    async def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         self.commands += (("connect", address) for address in addresses)

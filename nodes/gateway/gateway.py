@@ -11,6 +11,8 @@ from pdbus.bus.errors import PdError
 from pdbus.bus.generation import Prompt
 from pdbus.bus.messages import Outcome, Sampling
 from pdbus.bus.station import Station
+from pdbus.nodes.tokenizer import Tokenizer
+from pdbus.nodes.tokenizer_files import fetch_tokenizer
 
 from .answering import Routed
 from .choices import Chose
@@ -117,6 +119,13 @@ class Gateway:
             "peers": _prefill_peers(self.fleet.decode()),
             "metrics": self._metrics(len(ready)),
         }
+
+    async def tokenizer(self) -> Tokenizer:
+        """Of any node that can be asked: all serve one model."""
+        nodes = self.fleet.ready()
+        if not nodes:
+            raise self.fleet.none_ready()
+        return await fetch_tokenizer(nodes[0].client)
 
     def _cached(self, node: FleetNode) -> dict[str, int]:
         """How many blocks in its cache are known here."""

@@ -24,6 +24,7 @@ from .metrics import CONTENT_TYPE, HttpMetrics, Measured
 from .peers import Info, PrefillEndpoints
 from .schema import parse_chat, parse_completion
 from .stream import Generate
+from .tokens import Tokens
 from .upstream import Upstream
 
 STATUS_S = 5.0  # for the node to say how it is; longer than its own probes of worker and mover
@@ -115,12 +116,15 @@ def create_app(
     metrics = HttpMetrics()
     node = Node(upstream, metrics, http)
     peers = PrefillEndpoints(upstream)
+    tokens = Tokens(upstream, node.check_model, node.status)
     completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion)
     chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", node.models),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models/{model:path}", node.model),
         Route("/health/live", node.live),
         Route("/health/ready", node.ready),

@@ -178,10 +178,14 @@ def parse_completion(data: bytes) -> Asked:
 def parse_chat(data: bytes) -> Asked:
     """The body of /v1/chat/completions. Raises RequestError naming the field at fault."""
     body = wire.decode_json(data, ChatBody)
-    if not body.messages:
+    return _asked(body, [messages_of(body.messages)], _chat_limit(body), _chat_logprobs(body))
+
+
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation as chat templates see it. Raises RequestError naming the field at fault."""
+    if not messages:
         raise RequestError("messages: must hold at least one message", param="messages")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    return _asked(body, [messages], _chat_limit(body), _chat_logprobs(body))
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _chat_limit(body: ChatBody) -> int:

@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self
 from pdbus.bus.client import Client
 from pdbus.bus.generation import Prompt
 from pdbus.bus.messages import Finished, Outcome, Sampling, Token
+from pdbus.nodes.tokenizer import Tokenizer
+from pdbus.nodes.tokenizer_files import fetch_tokenizer
 
 
 class Answering(Protocol):
@@ -38,6 +40,10 @@ class Upstream(Protocol):
         """As a node gives it (docs/operating.md). Raises what Client.status does."""
         ...
 
+    async def tokenizer(self) -> Tokenizer:
+        """The model's. Raises what Client.tokenizer does, and Broken for one that cannot be used here."""
+        ...
+
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]: ...
 
     async def disconnect(self, targets: Sequence[str]) -> tuple[Outcome, ...]: ...
@@ -52,3 +58,6 @@ class OneNode:
 
     def generate(self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool) -> Answering:
         return self._client.generate(prompt, model=model, sampling=sampling, deadline_ms=deadline_ms)
+
+    async def tokenizer(self) -> Tokenizer:
+        return await fetch_tokenizer(self._client)

@@ -149,6 +149,34 @@ def test_a_request_may_ask_for_more_time_than_the_default(path: str, body: dict[
     assert client.deadlines_ms == [300_000, 3_600_000]
 
 
+# ---------------------------------------------------------------- tokens
+
+
+def test_text_and_conversations_become_tokens_and_tokens_text() -> None:
+    client = FakeClient()
+    said = post(client, "/tokenize", {"prompt": "hi"}).json()
+    assert said == {"count": 2, "max_model_len": 128, "tokens": [104, 105]}
+    chat = post(client, "/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False}).json()
+    assert post(client, "/detokenize", {"tokens": chat["tokens"]}).json() == {"prompt": "user> hi\n"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("/detokenize", {"tokens": [1, 256]}, "tokens[1]"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    assert error(post(FakeClient(), path, body))["param"] == param
+
+
 # ---------------------------------------------------------------- several choices
 
 
