@@ -134,18 +134,16 @@ class Known:
 
     def deadline_ns(self, config: MembershipConfig) -> int | None:
         """When a Tick has something to do here."""
-        if self.state not in LIVE:
+        if self.watched or self.state not in LIVE:
             return None
-        if self.watched:
-            return None
-        deadlines = [self.remove_ns] if self.state is REMOVING else []
         if self.busy or self.ping_ns < self.use_until_ns:
             limit = config.suspect_ns if self.state is UP else config.dead_ns
-            deadlines += [self.ping_ns, self.silent_since_ns + limit]
-            deadlines += [] if self.cut_since_ns is None else [self.cut_since_ns + config.cut_ns]
+            due = min(self.ping_ns, self.silent_since_ns + limit)
+            if self.cut_since_ns is not None:
+                due = min(due, self.cut_since_ns + config.cut_ns)
         else:
-            deadlines.append(max(self.use_until_ns, self.last_heard_ns + config.idle_ns))
-        return min(deadlines)
+            due = max(self.use_until_ns, self.last_heard_ns + config.idle_ns)
+        return min(due, self.remove_ns) if self.state is REMOVING else due
 
     # ------------------------------------------------------------ for others to see
 

@@ -115,7 +115,8 @@ class BlockPool:
         """Another holder for blocks that a sequence or lease has. Raises LocalProtocolError, and changes nothing, for
         any other block, and for a read into a block that is shared or already being read into."""
         self._named_once(blocks)
-        held, advertised, in_flight = (self._held[h] for h in (Holder.HELD, Holder.ADVERTISED, Holder.IN_FLIGHT))
+        held, advertised = self._held[Holder.HELD], self._held[Holder.ADVERTISED]
+        in_flight = self._held[Holder.IN_FLIGHT]
         for block in blocks:
             if not (held[block] or advertised[block]):
                 raise LocalProtocolError(f"block {block} ({self.state(block)}) has no sequence or lease to hold it for")
@@ -148,10 +149,11 @@ class BlockPool:
         A hash that is known already stays with its first block. Raises LocalProtocolError for a block that is not in
         use, may still be written by a read, or has another hash.
         """
-        self._named_once((block,))
+        if not 0 <= block < self.blocks:
+            raise self._stranger(block)
         if block_hash in self._by_hash:
             return
-        if self.state(block) is not BlockState.IN_USE or self._held[Holder.IN_FLIGHT][block]:
+        if not self._holders[block] or self._held[Holder.IN_FLIGHT][block]:
             raise LocalProtocolError(f"block {block} is {self.state(block).value} or being read into: not final")
         if self._hash[block] is not None:
             raise LocalProtocolError(f"block {block} has another hash already")
@@ -288,7 +290,9 @@ class BlockPool:
 
     def _named_once(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.blocks:
-            stranger = next(block for block in blocks if not 0 <= block < self.blocks)
-            raise LocalProtocolError(f"block {stranger} is none of the pool's 0 to {self.blocks - 1}")
+            raise self._stranger(next(block for block in blocks if not 0 <= block < self.blocks))
         if len(set(blocks)) != len(blocks):
             raise LocalProtocolError("a block is named twice")
+
+    def _stranger(self, block: int) -> LocalProtocolError:
+        return LocalProtocolError(f"block {block} is none of the pool's 0 to {self.blocks - 1}")

@@ -186,12 +186,12 @@ class Scheduler:
         self._pool.hold(self._held, Holder.IN_STEP)
 
     def _row(self, s: Sequence, count: int) -> StepRow:
-        ends = s.computed + count == s.known
+        ends, new = s.computed + count == s.known, s.blocks[s.sent_blocks :]
         row = StepRow(
             seq=s.seq,
             start=s.computed,
             count=count,
-            new_blocks=pack_u32(s.blocks[s.sent_blocks :]),
+            new_blocks=pack_u32(new) if new else b"",
             reset=s.reset,
             sample=ends and (s.sample_prompt or s.known > s.prompt_tokens),
         )

@@ -170,7 +170,7 @@ class TorchEngine:
         sampled = len(sequence.tokens) - sequence.prompt
         if not (self._speculate and sampled and span.wanted and span.count == 1) or sequence.grammar:
             return array("q")
-        room = min(-span.end % self._geometry.block_size, self._max_positions - span.end)
+        room = min(-span.end % self._geometry.block_size, self._max_positions - span.end - 1)
         left = sequence.sampling.max_tokens - sampled - 1
         return array("q", lookup(sequence.tokens, min(self._speculate, room, left)))
 

@@ -84,6 +84,19 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps(folder: Path) -> None:
     assert tokens == [77] * 40 and steps < 25
 
 
+def test_no_draft_goes_beyond_the_context(folder: Path) -> None:
+    """Of 27 tokens: 21 are given, and 6 come, though more were asked for."""
+    loaded = load(folder, speculate=4, max_model_len=27)
+    loaded.engine.open(1, [77] * 21, Sampling(max_tokens=40, logit_bias=((77, 100.0),)))
+    new = array("I", [0, 1]).tobytes()
+    loaded.engine.step([StepRow(seq=1, start=0, count=21, new_blocks=new, sample=True)])
+    known = 22
+    while known < 27:
+        [row] = loaded.engine.step([StepRow(seq=1, start=known - 1, count=1, sample=True)])
+        known += 1 + len(row.more)
+    assert known == 27
+
+
 def test_each_token_has_its_logprobs(folder: Path) -> None:
     asked = Sampling(max_tokens=12, logprobs=2, logit_bias=((77, 100.0),))
     loaded = load(folder, speculate=4)
