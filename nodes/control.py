@@ -253,7 +253,7 @@ class Control:
 
     def _on_message(self, received: Received) -> None:
         if self._keys is not None:
-            self._keys.check(received)
+            received = self._keys.heard(received)
         if self.intake.takes(received):
             return
         message = received.message

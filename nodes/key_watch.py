@@ -11,7 +11,7 @@ from pdbus.bus.endpoint import FORBIDDEN, Received
 from pdbus.bus.errors import RequestError
 from pdbus.bus.keyring import Keyring
 from pdbus.bus.keys import Key
-from pdbus.bus.messages import Drain, Goodbye
+from pdbus.bus.messages import Drain, Error, Goodbye
 from pdbus.bus.wire import Header
 
 from . import events as ev
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0  # how often, like heartbeats
 REVOKED = "its key was revoked"
+PARTED = "your key was revoked here"
+LAST_WORD_MS = 100  # for it to leave
 
 log = logging.getLogger("pdbus")
 
@@ -43,14 +45,18 @@ class KeyWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def check(self, received: Received) -> None:
-        """A peer's drain says that it drains; whoever is no peer asks us to, and needs the right to. Raises
-        RequestError."""
-        name = received.header.from_
-        if isinstance(received.message, Drain) and self._control.core.peers.get(name) is None:
+    def heard(self, received: Received) -> Received:
+        """What it is to us. A peer's drain says that it drains; whoever is no peer asks us to, and needs the right to.
+        A peer that does not take what we say has parted from us. Raises RequestError."""
+        name, message = received.header.from_, received.message
+        is_peer = self._control.core.peers.get(name) is not None
+        if isinstance(message, Error) and message.code == FORBIDDEN and is_peer:
+            return received._replace(message=Goodbye(reason=message.message))
+        if isinstance(message, Drain) and not is_peer:
             public = self._control.endpoint.public_of(received.link)
             if not self._keyring.may_operate(public):
                 raise RequestError(f"the key of {name} may not drain this node", code=FORBIDDEN)
+        return received
 
     def _look(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
@@ -63,9 +69,10 @@ class KeyWatch:
         endpoint, control = self._control.endpoint, self._control
         for key in revoked:
             links = endpoint.links_of((key.public,))
-            log.warning("the key of %s was revoked, %d links closed", key.name, len(links))
+            log.warning("the key of %s was revoked; links closed: %d", key.name, len(links))
             for link in links:
-                endpoint.close_link(link)
+                endpoint.send(link, Goodbye(reason=PARTED))
+                endpoint.close_link(link, linger_ms=LAST_WORD_MS)
                 control.post(ev.ClientGone(link=link))
             peer = control.core.peers.get(key.name)
             if peer is None:
