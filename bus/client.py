@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
+from .answers import exception_of
 from .curve import call
 from .endpoint import FORBIDDEN, Received
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, RequestError
@@ -355,7 +356,8 @@ class Client:
             case Token(client_id=client_id) | Finished(client_id=client_id) | Cancelled(client_id=client_id):
                 self._on_answer(client_id, received.message)
             case Error() as error:
-                self._on_error(error, received.header.cause)
+                if not self._on_error(error, received.header.cause) and error.code == FORBIDDEN:
+                    self._drop_node(exception_of(error))  # not even a heartbeat is taken from us any more
             case Goodbye(reason=reason):
                 self._drop_node(Broken(f"{node.name} at {self.address} has left: {reason or 'no reason given'}"))
             case StalePeer():
@@ -368,13 +370,15 @@ class Client:
         elif isinstance(message, Token):
             self.tell(Cancel(client_id=client_id))  # nobody reads it any more
 
-    def _on_error(self, error: Error, cause: int) -> None:
+    def _on_error(self, error: Error, cause: int) -> bool:
+        """Whether it is a generation's."""
         generation = self._live.get(error.client_id)
         for candidate in self._live.values() if generation is None and cause else ():
             if candidate.submitted == cause:
                 generation = candidate
         if generation is not None:
             generation.hear(error)
+        return generation is not None
 
     # ------------------------------------------------------------ is it still there?
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -151,6 +152,8 @@ def check_private(path: str | os.PathLike[str], setting: str, *, folder: bool = 
 def read_text(file: str | os.PathLike[str], bytes_max: int, setting: str) -> str:
     """A small file. Raises ConfigError naming `setting`."""
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):  # whoever opens a pipe waits for its writer
+            raise ConfigError(setting, f"{file} is no regular file")
         with open(file, "rb") as opened:
             data = opened.read(bytes_max + 1)
         if len(data) > bytes_max:

@@ -49,7 +49,8 @@ class Keyring:
         before = self.allowed
         try:
             self._read()
-            if before.get(self.own.public) and not self.allowed.get(self.own.public):
+            was, now = before.get(self.own.public), self.allowed.get(self.own.public)
+            if was and (now is None or now.name != was.name):
                 raise ConfigError(str(self.folder.path), f"the key of {self.own.name} itself does not stand there")
         except ConfigError as e:
             self.allowed = before

@@ -109,8 +109,8 @@ class SampledToken(Declared):
 
 class RowResult(Declared):
     """`token` is -1 when the row did not sample; `more` came with it, since so many of `drafted` tokens were right.
-    `wrong_kv` names the first wrong byte found (coded KV), else ''; `problem` says why its request cannot go on.
-    `digests` are those of the prompt's blocks that this row has filled (nodes/digests.py), if they are wanted."""
+    `wrong_kv` names the first wrong byte found (coded KV), else ''; `problem` says what in the request keeps it from
+    going on. `digests` are of the prompt's blocks that this row has filled (nodes/digests.py), if wanted."""
 
     seq: int
     token: int = -1

@@ -270,7 +270,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Time that each token adds to a step."),
     Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
     Setting("record_max", "Trace", "SIZE", values.size(TOTAL_BYTES_LEAST), TOTAL_BYTES_MAX,
-            "Keep at most so much of this node's recordings: the newest.", "`4GiB`"),
+            "Keep at most so much of this node's recordings: the newest.", "4GiB"),
     Setting("record_tokens", "Trace", "", values.switch, False, "Record sampled tokens as well."),
 )  # fmt: skip
 OTHER_VARIABLES = {"PD_CONFIG", "PD_ADDRESS", "PD_CACHE"}

@@ -316,7 +316,7 @@ class Control:
         if row.wrong_kv:
             return ev.StepRowEnded(seq=row.seq, problem=f"wrong KV: {row.wrong_kv}")
         if row.problem:
-            return ev.StepRowEnded(seq=row.seq, problem=row.problem)
+            return ev.StepRowEnded(seq=row.seq, problem=row.problem, code="unsupported_value")
         if row.token < 0:
             return ev.StepRowEnded(seq=row.seq, digests=row.digests)
         if self.core.prefills.owns(row.seq):

@@ -354,7 +354,7 @@ class NodeCore:
             elif row.problem:
                 request = self.requests.of_seq(p.seq)
                 assert request is not None
-                self._end(request, "error", now, out, code="engine", problem=row.problem)
+                self._end(request, "error", now, out, code=row.code, problem=row.problem)
             elif p.sampled:
                 self._ended(self.requests.sampled(p.seq, row.stop, now, p.sampled), now, out)
         out += self.prefills.step_ended(now)

@@ -74,6 +74,7 @@ class StepRowEnded(Declared):
     payload: bytes | None = None
     problem: str = ""
     digests: bytes = b""  # of KV, for a prefill whose reader wants them
+    code: str = "engine"  # of the problem
 
 
 class StepEnded(NodeEvent):

@@ -43,7 +43,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
-from .json_schema import check_can_follow, check_schema
+from .json_schema import check_schema
 from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
@@ -71,6 +71,7 @@ class Intake:
         self._reader = PromptReader(tokenizer, control.setup.vocab_size, control.setup.max_model_len - 1)
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
+        self._checking_schema = asyncio.Lock()
         self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Future[bool]] = {}
@@ -137,6 +138,10 @@ class Intake:
         arrived = time.monotonic_ns()
         try:
             sampling = self._checked_sampling(message)
+            if sampling.json_schema:
+                async with self._checking_schema:  # one at a time: it takes a core
+                    fits = self._tokenizer.spells_text
+                    await asyncio.to_thread(check_schema, sampling.json_schema, "json_schema", fits)
             prompt = await self._reader.read(message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
             if self._control.ended:
@@ -187,9 +192,6 @@ class Intake:
         check_sampling(s)
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
         check_bias(s.logit_bias, setup.vocab_size)
-        if s.json_schema:
-            check_can_follow(self._tokenizer.spells_text, "json_schema")
-            check_schema(s.json_schema, "json_schema")
         check_deadline(message.deadline_ms)
         if message.credit < 1:
             raise RequestError(f"credit is {message.credit}; at least 1", param="credit")

@@ -50,6 +50,8 @@ def run_up(
     """Runs until Ctrl-C or SIGTERM, or until every node has ended. Exit status: 0, or 1 when a node failed."""
     if decode + both == 0:
         raise ConfigError("--decode", "no node would answer requests; give at least 1, or --both 1")
+    if os.environ.get("PD_KEYS"):
+        raise ConfigError("PD_KEYS", "these nodes stay on one machine, without keys: unset it, or use pd-node")
     chosen = load({**settings, "role": "both"}, _environment(), file=config)
     try:
         set_up(chosen)  # one clear line instead of one from every node

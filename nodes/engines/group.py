@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdbus.connector.ipc import WorkerArgs
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+BACKENDS = {"cpu": "gloo", "fake": "gloo", "cuda": "nccl", "xpu": "xccl"}
 WAIT_S = 300.0  # for the other ranks to load, or to end a step; one that dies is noticed at once, by its connection
 
 

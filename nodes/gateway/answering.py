@@ -112,7 +112,9 @@ class Routed:
             raise problem
         self._failed[node.life] = problem
         self._gateway.counters["retries"] += 1
-        if len(self._failed) >= TRIES_MAX or self._left_s <= 0:
+        if self._left_s <= 0:
+            raise DeadlineExceeded(f"the request's deadline has passed; before that: {problem}")
+        if len(self._failed) >= TRIES_MAX:
             raise problem
 
     @property

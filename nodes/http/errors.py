@@ -24,6 +24,7 @@ KINDS: tuple[tuple[type[PdError], int, str, str], ...] = (
     (PdError, 503, "unavailable_error", "unavailable"),
 )
 STATUS_OF_CODE = {"model_not_found": 404, "wrong_role": 421, "forbidden": 403}
+HTTP_NAMES = {"json_schema": "response_format"}  # of the SDK's fields that are called otherwise here
 CLOSING = (408, 413)  # the body has not been read: what follows on the connection is no request
 
 
@@ -40,7 +41,8 @@ def error_object(error: PdError) -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body that say `error`."""
     if isinstance(error, RequestError):
         status = STATUS_OF_CODE.get(error.code, error.status)
-        return status, _object(str(error), "invalid_request_error", error.code, error.param)
+        param = HTTP_NAMES.get(error.param or "", error.param)
+        return status, _object(str(error), "invalid_request_error", error.code, param)
     status, kind, code = next((status, kind, code) for cls, status, kind, code in KINDS if isinstance(error, cls))
     return status, _object(str(error), kind, code)
 

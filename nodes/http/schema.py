@@ -15,7 +15,7 @@ from pdbus.bus.errors import RequestError
 from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared, replace
-from pdbus.nodes.json_schema import check_schema
+from pdbus.nodes.json_schema import check_form
 from pdbus.nodes.limits import (
     DEADLINE_MS_MAX,
     LOGPROBS_MAX,
@@ -297,7 +297,7 @@ def _schema(wanted: dict[str, Any] | None) -> str:
         param = "response_format.json_schema.schema"
         raise RequestError(f"{param}: must be a JSON schema, an object", param=param)
     text = wire.to_json(schema).decode()
-    check_schema(text, "response_format")
+    check_form(text, "response_format")  # the node looks into it
     return text
 
 

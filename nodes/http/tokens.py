@@ -45,7 +45,8 @@ class Tokens:
         self._tokenizer: Tokenizer | None = None
 
     async def tokenize(self, request: Request) -> Response:
-        """What a request with this prompt, or conversation, would be to the model."""
+        """What a request with this prompt, or conversation, would be to the model. What is far longer than the model's
+        context is refused before any work."""
         body = wire.decode_json(await read_body(request), TokenizeBody)
         if (body.prompt is None) is (body.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
@@ -54,10 +55,10 @@ class Tokens:
         tokenizer = await self._loaded()
         if body.messages is not None:
             messages, prompts = messages_of(body.messages), body.add_generation_prompt is not False
-            tokens = await asyncio.to_thread(tokenizer.chat, messages, prompts)
+            tokens = await asyncio.to_thread(tokenizer.chat, messages, prompts, longest)
         else:
             assert body.prompt is not None
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt)
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, longest)
         return JSON({"count": len(tokens), "max_model_len": longest, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:

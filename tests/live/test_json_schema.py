@@ -48,6 +48,17 @@ def test_http_takes_openai_s_form(spelling: Live) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "objec"}], ids=str)
+def test_a_schema_at_fault_is_the_request_s(spelling: Live, schema: dict[str, Any]) -> None:
+    """What shows only when it is compiled with the model's tokenizer, too: no other node would do better."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"prompt": "Say", "max_tokens": 20, "response_format": wanted}
+    answer = httpx.post(f"{spelling.decode.http}/v1/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"] or "response_format") == (400, "response_format")
+    assert "JSON schema" in error["message"] or "schema cannot be followed" in error["message"]
+
+
 def test_a_node_that_cannot_says_so(coded: Live) -> None:
     answer = httpx.post(f"{coded.decode.http}/v1/completions", json={"prompt": "hi", "response_format": FORMAT})
     error = answer.json()["error"]

@@ -11,7 +11,7 @@ import pytest
 from pdbus.bus.errors import RequestError
 from pdbus.bus.messages import Sampling
 from pdbus.nodes.engines.grammar import Grammar, Grammars
-from pdbus.nodes.json_schema import check_can_follow, check_schema
+from pdbus.nodes.json_schema import check_schema
 
 from tests.tokenizers_made import byte_level
 from tests.torch_models import Walk, load, run, write_spelling_llama
@@ -92,6 +92,28 @@ def test_a_schema_that_the_library_does_not_take_ends_the_request_alone(folder: 
     assert not good.results[0].problem
 
 
+def test_a_schema_is_compiled_once_whoever_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is at fault, too: `n` answers must not cost `n` times."""
+    grammars, compiled = Grammars(folder, VOCAB, EOS), []
+    compile_ = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda schema: compiled.append(schema) or compile_(schema))
+    one, other = grammars.of_schema(SCHEMA), grammars.of_schema(SCHEMA)
+    one.take(follow(grammars.of_schema(SCHEMA), random.Random(0))[:2])
+    assert one.allowed().tolist() != other.allowed().tolist()
+    assert grammars.of_schema('{"type": "objec"}').problem and grammars.of_schema('{"type": "objec"}').problem
+    assert compiled == [SCHEMA, '{"type": "objec"}']
+
+
+@pytest.mark.parametrize("schema", ['{"$ref": "#"}', '{"type": "string", "pattern": "^((((a{50}){50}){50}){50})$"}'])
+def test_a_schema_that_is_endless_or_costs_too_much_has_a_problem_sooner_or_later(folder: Path, schema: str) -> None:
+    grammar = Grammars(folder, VOCAB, EOS).of_schema(schema)
+    for _ in range(40):
+        if grammar.problem:
+            break
+        grammar.take([int(grammar.allowed().nonzero()[0])])
+    assert grammar.problem or not grammar.allowed()[list(EOS)].any()
+
+
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
@@ -99,16 +121,16 @@ def test_a_schema_that_the_library_does_not_take_ends_the_request_alone(folder: 
         ("[]", "must be an object"),
         ('{"type": "objec"}', "cannot be followed: Invalid type: objec"),
         ('{"$ref": "http://x/y"}', "cannot be followed: Resource"),
-        ('{"description": "' + "x" * 70_000 + '"}', "at most 65536 bytes"),
+        ('{"description": "' + "x" * 17_000 + '"}', "at most 16384 bytes"),
     ],
 )
 def test_what_cannot_be_followed_is_told_before_any_work(schema: str, problem: str) -> None:
     with pytest.raises(RequestError, match=problem) as e:
-        check_schema(schema, "json_schema")
+        check_schema(schema, "json_schema", True)
     assert e.value.param == "json_schema"
 
 
 def test_a_tokenizer_that_spells_no_text_is_told() -> None:
     with pytest.raises(RequestError, match="tokenizer cannot follow a JSON schema") as e:
-        check_can_follow(False, "json_schema")
+        check_schema("{}", "json_schema", False)
     assert e.value.code == "unsupported_value"

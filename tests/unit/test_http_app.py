@@ -169,6 +169,7 @@ def test_text_and_conversations_become_tokens_and_tokens_text() -> None:
         ("/tokenize", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("/tokenize", {"prompt": "a" * 200}, "prompt"),  # longer than the context
         ("/detokenize", {"tokens": [1, 256]}, "tokens[1]"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ],

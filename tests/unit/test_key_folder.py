@@ -183,3 +183,12 @@ def test_bad_input_is_one_line_and_exit_status_2(
     code, said = pd(*words, keys=folder.path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 2 and said.startswith(f"pd: {problem}") and said.count("\n") == 1
     assert (folder.path / "allowed").read_text() == before
+
+
+def test_a_pipe_is_no_key_file(tmp_path: Path) -> None:
+    """Whoever opened it would wait for its writer for ever."""
+    folder = key_folder(tmp_path / "keys", {"p1": "prefill"})
+    (folder.path / "allowed").unlink()
+    os.mkfifo(folder.path / "allowed", 0o600)
+    with pytest.raises(ConfigError, match="allowed is no regular file"):
+        folder.allowed()

@@ -212,6 +212,22 @@ async def test_an_error_answer_ends_the_generation_that_it_names_or_answers(name
 
 
 @on_loop
+async def test_a_node_that_forbids_even_heartbeats_ends_what_runs_there() -> None:
+    """Its key was revoked, and the word of it got lost: what is answered so is no sign of life."""
+
+    def forbid(node: FakeNode, received: Received) -> None:
+        node.tokens(received, 0, ["so"])
+        error = Error(message="this key is not allowed here", code="forbidden", kind="heartbeat")
+        node.endpoint.send(received.link, error, cause=received.header.seq + 1)
+
+    async with talking(FakeNode(forbid)) as client:
+        generation = client.generate("x", max_tokens=9)
+        with pytest.raises(RequestError, match="this key is not allowed here") as raised:
+            await generation.whole()
+        assert raised.value.code == "forbidden"
+
+
+@on_loop
 async def test_nobody_at_the_address_is_a_deadline_that_names_it() -> None:
     with pytest.raises(DeadlineExceeded, match=r"no node answered at tcp://127\.0\.0\.1:1 within 0\.05 s"):
         async with Client("tcp://127.0.0.1:1", timeout_s=0.05):
