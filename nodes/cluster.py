@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -72,8 +73,10 @@ class Cluster:
         self._on_line, self._logs = on_line, logs
         self.taken: list[int] = []  # of the ports from bus_port and from http_port on: others had them
         counts = {"prefill": prefill, "both": both, "decode": decode}
-        ports, http_ports = _free_ports(bus_port, 3, self.taken), _free_ports(http_port or bus_port, 1, self.taken)
-        self._build(counts, ports, http_ports)
+        ports = list(islice(_free_ports(bus_port, 3, self.taken), sum(counts.values())))
+        of_buses = {port + i for port in ports for i in range(3)}
+        http_ports = (port for port in _free_ports(http_port or bus_port, 1, self.taken) if port not in of_buses)
+        self._build(counts, iter(ports), http_ports)
         if gateway_port:
             self._add_gateway(gateway_port)
 

@@ -76,7 +76,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"there is no {request.url.path} here", "not_found"
     elif error.status_code == 405:
-        message, code = f"{request.url.path} takes {headers.get('Allow')}, not {request.method}", "method_not_allowed"
+        takes = ", ".join(sorted(headers.get("Allow", "").split(", ")))  # Starlette's own order is any
+        message, code = f"{request.url.path} takes {takes}, not {request.method}", "method_not_allowed"
     return JSON(_object(message, "invalid_request_error", code), error.status_code, headers)
 
 

@@ -66,7 +66,7 @@ async def test_a_reader_that_dies_in_mid_read(hurt: Site, rounds: int) -> None:
         watching = asyncio.create_task(watch_movers(p, back_s))
         first = await pids_of(p)
         for round_ in range(rounds):
-            await reader_dies(hurt, p, d, round_)
+            await reader_dies(hurt, p, d, round_, salt=100 * rounds + round_)  # prompts that nobody has cached
             now = await pids_of(p)
             assert (now["control"], now["worker"]) == (first["control"], first["worker"])
             await hurt.cluster.restart(hurt.cluster.decode[0])  # its hello proves that the old life is over
@@ -87,15 +87,18 @@ async def watch_movers(p: Client, back_s: list[float]) -> None:
         back_s.append(time.monotonic() - ended_s)
 
 
-async def reader_dies(site: Site, p: Client, d: Client, round_: int) -> None:
+async def reader_dies(site: Site, p: Client, d: Client, round_: int, salt: int) -> None:
     """One round; the second decode node reads at the same time."""
-    doomed, mover = site.cluster.decode[0], (await pids_of(p))["mover"]
+    doomed = site.cluster.decode[0]
     async with Client(doomed.address) as client:
         pids = await pids_of(client)
+        for reader, offset in ((d, 3000), (client, 4000)):
+            await ask_remotely(reader, offset + salt)  # it knows the owner's mover, the one before may have died
+        mover = (await pids_of(p))["mover"]
         if round_ % 2:
             site.freeze(mover)
-        generation = client.generate(prompt(8 * CHUNK + 1, round_), max_tokens=8)
-        other = asyncio.create_task(ask(d, prompt(4 * CHUNK + 1, 1000 + round_)))
+        generation = client.generate(prompt(8 * CHUNK + 1, salt), max_tokens=8)
+        other = asyncio.create_task(ask(d, prompt(4 * CHUNK + 1, 1000 + salt)))
         await until_fetch(d, lambda fetch: fetch["blocks_posted"] > 0)
         await until_fetch(client, lambda fetch: fetch["blocks_posted"] > 0)
         ends = watch([pids["mover"], pids["control"]])
@@ -106,7 +109,7 @@ async def reader_dies(site: Site, p: Client, d: Client, round_: int) -> None:
     await doomed.wait()
     site.thaw(mover)
     await other
-    await ask_remotely(d, 2000 + round_)
+    await ask_remotely(d, 2000 + salt)
 
 
 @pytest.mark.long
