@@ -35,6 +35,8 @@ POLL_S = 0.1
 DRAIN_S = 130.0  # a node's own limit is 120 s
 HTTP_BYTES_MAX = 1 << 16
 
+_chosen: set[int] = set()  # by clusters of this process that have not stopped: their nodes may not have bound them yet
+
 Options = Mapping[str, str | int | float | bool]
 Ready = Callable[[NodeProcess], Awaitable[bool]]
 
@@ -73,10 +75,10 @@ class Cluster:
         self._on_line, self._logs = on_line, logs
         self.taken: list[int] = []  # of the ports from bus_port and from http_port on: others had them
         counts = {"prefill": prefill, "both": both, "decode": decode}
+        before = set(_chosen)
         ports = list(islice(_free_ports(bus_port, 3, self.taken), sum(counts.values())))
-        of_buses = {port + i for port in ports for i in range(3)}
-        http_ports = (port for port in _free_ports(http_port or bus_port, 1, self.taken) if port not in of_buses)
-        self._build(counts, iter(ports), http_ports)
+        self._build(counts, iter(ports), _free_ports(http_port or bus_port, 1, self.taken))
+        self._ports = _chosen - before
         if gateway_port:
             self._add_gateway(gateway_port)
 
@@ -158,6 +160,7 @@ class Cluster:
             await asyncio.wait(ends, timeout=timeout_s)
         await self.kill_all()
         await asyncio.gather(*ends)
+        _chosen.difference_update(self._ports)
 
     async def kill_all(self) -> None:
         """Ends everything at once."""
@@ -245,10 +248,11 @@ def _free_ports(start: int, count: int, taken: list[int]) -> Iterator[int]:
     without it from anywhere out of the way. `taken` hears of those that bar a run."""
     port = start or random.randrange(PORTS_FROM, PORTS_TO, 8)
     while port + count <= 65_536:
-        barred = [p for p in range(port, port + count) if not is_free("127.0.0.1", p)]
+        barred = [p for p in range(port, port + count) if p in _chosen or not is_free("127.0.0.1", p)]
         if barred:
             taken += barred
         else:
+            _chosen.update(range(port, port + count))
             yield port
         port += count
     raise Broken(f"no {count} free ports in a row above {start}")
