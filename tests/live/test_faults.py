@@ -52,6 +52,7 @@ def hurt(pair: Site) -> Iterator[Site]:
     pair.mend()
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -69,6 +70,7 @@ async def test_prefill_control_killed_while_it_computes(hurt: Site) -> None:
         assert await pids_of(d) == before
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_while_it_is_read(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -87,6 +89,7 @@ async def test_prefill_control_killed_while_it_is_read(hurt: Site) -> None:
         assert await pids_of(d) == before
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_worker_killed_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -101,6 +104,7 @@ async def test_prefill_worker_killed_while_it_computes(hurt: Site) -> None:
         assert (await pids_of(p))["control"] == children["control"]
 
 
+@pytest.mark.long
 @scenario
 async def test_prefill_mover_killed_while_it_is_read(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -118,6 +122,7 @@ async def test_prefill_mover_killed_while_it_is_read(hurt: Site) -> None:
         assert (now["control"], now["worker"]) == (children["control"], children["worker"])
 
 
+@pytest.mark.long
 @scenario
 async def test_decode_mover_killed_while_it_reads(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -135,6 +140,7 @@ async def test_decode_mover_killed_while_it_reads(hurt: Site) -> None:
         assert (now["control"], now["worker"]) == (theirs["control"], theirs["worker"])
 
 
+@pytest.mark.long
 @scenario
 async def test_decode_worker_killed_while_it_decodes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:

@@ -51,7 +51,8 @@ def hurt(readers: Site) -> Iterator[Site]:
     readers.mend()
 
 
-@pytest.mark.parametrize("rounds", [SHORT, pytest.param(ALL, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [SHORT, ALL])
 @pytest.mark.timeout(600)
 @scenario
 async def test_a_reader_that_dies_in_mid_read(hurt: Site, rounds: int) -> None:
