@@ -13,7 +13,7 @@ pytestmark = pytest.mark.live
 
 
 @pytest.mark.parametrize(
-    ("wire", "http"), [(4000, 400), pytest.param(100_000, 10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+    ("wire", "http"), [(2000, 200), pytest.param(100_000, 10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
 def test_nodes_outlive_garbage(tmp_path: Path, wire: int, http: int) -> None:
     siege = asyncio.run(besiege(tmp_path, wire=wire, http=http, seed=1))

@@ -36,7 +36,7 @@ from .faults import (
     watch,
 )
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]  # tests/chaos has a spread of them
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def hurt(pair: Site) -> Iterator[Site]:
     pair.mend()
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -70,7 +69,6 @@ async def test_prefill_control_killed_while_it_computes(hurt: Site) -> None:
         assert await pids_of(d) == before
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_while_it_is_read(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -89,7 +87,6 @@ async def test_prefill_control_killed_while_it_is_read(hurt: Site) -> None:
         assert await pids_of(d) == before
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_worker_killed_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -104,7 +101,6 @@ async def test_prefill_worker_killed_while_it_computes(hurt: Site) -> None:
         assert (await pids_of(p))["control"] == children["control"]
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_mover_killed_while_it_is_read(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -122,7 +118,6 @@ async def test_prefill_mover_killed_while_it_is_read(hurt: Site) -> None:
         assert (now["control"], now["worker"]) == (children["control"], children["worker"])
 
 
-@pytest.mark.long
 @scenario
 async def test_decode_mover_killed_while_it_reads(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -140,7 +135,6 @@ async def test_decode_mover_killed_while_it_reads(hurt: Site) -> None:
         assert (now["control"], now["worker"]) == (theirs["control"], theirs["worker"])
 
 
-@pytest.mark.long
 @scenario
 async def test_decode_worker_killed_while_it_decodes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -182,7 +176,6 @@ async def kill_worker_in_step(d: Client, last: int = 0) -> int:
     return worker
 
 
-@pytest.mark.long
 @scenario
 async def test_decode_mover_frozen_while_it_reads(hurt: Site) -> None:
     async with Client(hurt.d.address) as d:
@@ -209,7 +202,6 @@ async def test_decode_worker_frozen_while_it_decodes(hurt: Site) -> None:
         await ask(d, prompt(50, 24))
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_before_it_answers_the_claim(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -243,7 +235,6 @@ async def claiming(site: Site, d: Client, children: dict[str, int], asked: list[
     return task
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -256,7 +247,6 @@ async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
         await ask_remotely(d, 9)
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -271,7 +261,6 @@ async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -
         assert await pids_of(p) == children
 
 
-@pytest.mark.long
 @scenario
 async def test_a_prefill_node_where_attempts_fail_is_left_alone_until_a_trial_succeeds(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:

@@ -32,7 +32,7 @@ from .faults import (
 )
 from tests.relay import Relay
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]  # tests/chaos has a spread of them
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ async def test_a_cut_costs_no_attempt(hurt: Site, relay: Relay, state: str) -> N
     assert (timeline.remote, timeline.attempts) == (True, 1)
 
 
-@pytest.mark.parametrize("state", [*(pytest.param(s, marks=pytest.mark.long) for s in STATES[:-1]), STATES[-1]])
+@pytest.mark.parametrize("state", STATES)
 @scenario
 async def test_silence_costs_the_attempt(hurt: Site, relay: Relay, state: str) -> None:
     """The prefill node works for nobody, until its lease expires."""
