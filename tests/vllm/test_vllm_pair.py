@@ -28,13 +28,13 @@ def prompt_of(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_pair_answers_what_one_server_does(pair: Pair, length: int) -> None:
     """Every way a prompt can end in a block, chunked prefill too; and all of it but the last position was loaded."""
-    prompt, before = prompt_of(length, 1), pair.d.handed_over()
+    prompt, before = prompt_of(length, length), pair.d.handed_over()
     answered = pair.tokens(prompt, ANSWER)
     assert pair.d.handed_over() - before == length - 1
     assert answered == pair.p.tokens(prompt, ANSWER)
 
 
-@pytest.mark.parametrize(("warm", "seed"), [("p", 30), ("d", 31), ("both", 32)])
+@pytest.mark.parametrize(("warm", "seed"), [("p", 3001), ("d", 3101), ("both", 3201)])
 def test_what_is_cached_already_changes_nothing(pair: Pair, warm: str, seed: int) -> None:
     prompt = prompt_of(5 * BLOCK + 3, seed)
     if warm in ("p", "both"):
@@ -50,14 +50,14 @@ def test_what_is_cached_already_changes_nothing(pair: Pair, warm: str, seed: int
 
 def test_what_was_handed_over_is_a_prefix_for_the_next(pair: Pair) -> None:
     """Loaded blocks enter the decode server's own prefix cache: they must be as good as computed ones."""
-    prompt = prompt_of(4 * BLOCK, 3)
+    prompt = prompt_of(4 * BLOCK, 3000)
     pair.tokens(prompt, 2)
-    longer = [*prompt, *prompt_of(9, 4)]
+    longer = [*prompt, *prompt_of(9, 4000)]
     assert pair.d.tokens(longer, ANSWER) == pair.p.tokens(longer, ANSWER)
 
 
 def test_many_at_once(pair: Pair) -> None:
-    prompts = [prompt_of(40 + 37 * n, 100 + n) for n in range(8)]
+    prompts = [prompt_of(40 + 37 * n, 10000 + n) for n in range(8)]
     asked = [pair.submit(pair.tokens, prompt, ANSWER) for prompt in prompts[:4]]
     asked += [pair.submit(pair.tokens, prompt, ANSWER) for prompt in prompts[4:]]
     answers = [one.result(300) for one in asked]
@@ -66,7 +66,7 @@ def test_many_at_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_either_server_may_be_asked_first(pair: Pair, first: str) -> None:
-    prompt, before = prompt_of(70, 5 if first == "prefill" else 6), pair.d.handed_over()
+    prompt, before = prompt_of(70, 5000 if first == "prefill" else 6000), pair.d.handed_over()
     parameters = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
     if first == "prefill":
         pair.p.complete(prompt, 1, **parameters)
@@ -90,7 +90,7 @@ def test_either_server_may_be_asked_first(pair: Pair, first: str) -> None:
     ],
 )
 def test_parameters_of_a_client_are_not_trusted(pair: Pair, parameters: dict[str, object]) -> None:
-    prompt, before = prompt_of(50, 7), pair.d.handed_over()
+    prompt, before = prompt_of(50, 7000), pair.d.handed_over()
     answered = pair.d.tokens([*prompt, len(parameters)], ANSWER, kv_transfer_params=parameters)
     assert pair.d.handed_over() == before
     assert answered == pair.p.tokens([*prompt, len(parameters)], ANSWER)
@@ -98,7 +98,7 @@ def test_parameters_of_a_client_are_not_trusted(pair: Pair, parameters: dict[str
 
 def test_a_pair_with_another_prompt_is_refused(pair: Pair) -> None:
     """Who learns or guesses a pair gets nobody's KV with it."""
-    mine, theirs, before = prompt_of(66, 8), prompt_of(66, 9), pair.d.handed_over()
+    mine, theirs, before = prompt_of(66, 8000), prompt_of(66, 9000), pair.d.handed_over()
     parameters = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
     pair.p.complete(theirs, 1, **parameters)
     assert pair.d.tokens(mine, ANSWER, **parameters) == pair.p.tokens(mine, ANSWER)
@@ -106,7 +106,7 @@ def test_a_pair_with_another_prompt_is_refused(pair: Pair) -> None:
 
 
 def test_a_pair_that_the_prefill_server_never_hears_of(pair: Pair) -> None:
-    prompt = prompt_of(66, 10)
+    prompt = prompt_of(66, 1001)
     lone = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
     assert pair.d.tokens(prompt, ANSWER, **lone) == pair.p.tokens(prompt, ANSWER)
 
@@ -114,7 +114,7 @@ def test_a_pair_that_the_prefill_server_never_hears_of(pair: Pair) -> None:
 def test_a_lease_that_expires_under_a_read(pair: Pair) -> None:
     """The mover that reads stands still for longer than the lease: nothing of it may be used, and what arrives when it
     goes on lands in blocks that nobody has."""
-    prompt = prompt_of(300, 11)
+    prompt = prompt_of(300, 1101)
     (mover,) = pair.d.pids("pdbus.connector.mover")
     before = pair.d.handed_over()
     os.kill(mover, signal.SIGSTOP)
@@ -125,7 +125,7 @@ def test_a_lease_that_expires_under_a_read(pair: Pair) -> None:
     assert pair.d.handed_over() == before
     assert "cause=expired" in pair.d.log or "cause=read_overdue" in pair.d.log
     assert answered == pair.p.tokens(prompt, ANSWER)
-    again = prompt_of(300, 12)
+    again = prompt_of(300, 1201)
     assert pair.tokens(again, ANSWER) == pair.p.tokens(again, ANSWER)
 
 
@@ -136,7 +136,7 @@ def test_a_mover_that_dies_is_replaced(pair: Pair, side: str) -> None:
     os.kill(mover, signal.SIGKILL)
     end, length = time.monotonic() + 120, 40
     while True:  # first computed here, then handed over again; right all the while
-        before, prompt = pair.d.handed_over(), prompt_of(length, 500 + length)
+        before, prompt = pair.d.handed_over(), prompt_of(length, 50000 + length)
         assert pair.tokens(prompt, ANSWER) == pair.p.tokens(prompt, ANSWER)
         if pair.d.handed_over() > before:
             break
@@ -149,20 +149,20 @@ def test_a_client_that_goes_away(pair: Pair) -> None:
     import httpx
 
     for wait_s, told in ((0.5, False), (0.2, True)):
-        prompt = prompt_of(120, 13)
+        prompt = prompt_of(120, 1301)
         parameters = {"pdbus_pair": secrets.token_hex(16)}
         if told:
             pair.p.complete(prompt, 1, kv_transfer_params=parameters)
         body = {"model": "m", "prompt": prompt, "max_tokens": 800, "ignore_eos": True, "kv_transfer_params": parameters}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{pair.d.url}/v1/completions", json=body, timeout=wait_s)
-    prompt = prompt_of(130, 14)
+    prompt = prompt_of(130, 1401)
     assert pair.tokens(prompt, ANSWER) == pair.p.tokens(prompt, ANSWER)
 
 
 def test_a_prefill_server_that_is_killed(pair: Pair) -> None:
     """Before its answer and after: the decode server computes what it does not get, and lives on."""
-    prompts = [prompt_of(200 + n, 20 + n) for n in range(3)]
+    prompts = [prompt_of(200 + n, 20000 + n) for n in range(3)]
     right = [pair.p.tokens(prompt, ANSWER) for prompt in prompts]
     lone = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
     waiting = pair.submit(pair.d.tokens, prompts[0], ANSWER, **lone)
