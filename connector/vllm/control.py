@@ -84,9 +84,10 @@ class Control:
     # ------------------------------------------------------------ from vLLM's thread
 
     def start(self) -> None:
-        """Raises ConfigError for an address that cannot be had."""
+        """Raises ConfigError for an address that cannot be had, Broken where nothing works."""
         self._thread.start()
-        self._bound.wait(START_WAIT_S)
+        if not self._bound.wait(START_WAIT_S):
+            raise Broken(f"the bus was not bound within {START_WAIT_S:.0f} s")
         if self._problem is not None:
             raise self._problem
 

@@ -49,6 +49,8 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"--{name.replace('_', '-')}", "more than 1 is not supported in this version")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError("--speculative-config", "is not supported in this version")
     spec, layers = _spec(kv_cache_config.kv_cache_groups)
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

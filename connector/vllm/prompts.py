@@ -143,13 +143,11 @@ class Prompts:
             self._waits.set(pair, now + self._pair_wait_ns)
         return []
 
-    def _forget(self, event: OfferEvent) -> None:
-        """A reader that has left waits for no prompt any more."""
+    def _forget(self, node: str, incarnation: bytes, cancelled: TryId | None = None) -> None:
+        """A reader that has left, or one of its requests, waits for no prompt any more."""
         for pair, asked in list(self._awaited.items()):
             try_ = asked.message.try_
-            gone = isinstance(event, ReaderGone) and (event.node, event.incarnation) == (try_.node, try_.incarnation)
-            said = event.message if isinstance(event, ReaderSaid) and _is_from(event, try_) else None
-            if gone or (isinstance(said, PrefillCancel) and said.try_ == try_):
+            if (node, incarnation) == (try_.node, try_.incarnation) and cancelled in (None, try_):
                 del self._awaited[pair]
                 self._waits.clear(pair)
 
@@ -157,8 +155,11 @@ class Prompts:
 
     def hear(self, event: OfferEvent, now: int) -> list[ev.NodeEffect]:
         """Let it decide, and carry out what it decides."""
-        if isinstance(event, ReaderGone | ReaderSaid):
-            self._forget(event)
+        match event:
+            case ReaderGone(node=node, incarnation=incarnation):
+                self._forget(node, incarnation)
+            case ReaderSaid(node=node, incarnation=incarnation, message=PrefillCancel(try_=try_)):
+                self._forget(node, incarnation, try_)
         held, out = self._offers.held(), list[ev.NodeEffect]()
         queue: list[OfferEvent] = [event]
         while queue:
@@ -230,7 +231,3 @@ def _failed(asked: Asked, cause: str) -> ev.Send[PrefillFailed]:
 
 def _reader(try_: TryId) -> Reader:
     return try_.node, try_.incarnation, try_.request
-
-
-def _is_from(event: ReaderSaid, try_: TryId) -> bool:
-    return (event.node, event.incarnation) == (try_.node, try_.incarnation)

@@ -72,8 +72,7 @@ class SchedulerSide:
         """A request was given to this server. Without a pair, or with what is not only text, it is vLLM's alone."""
         pair = pair_of(getattr(request, "kv_transfer_params", None))
         ids = request.prompt_token_ids
-        plain = not request.mm_features and request.lora_request is None and request.pooling_params is None
-        if pair is None or not ids or not plain or request.request_id in self._tracked:
+        if pair is None or not ids or not _is_text(request) or request.request_id in self._tracked:
             return
         tracked = _Tracked(pair, len(ids), self._digest(ids))
         self._tracked[request.request_id] = tracked
@@ -197,3 +196,9 @@ class SchedulerSide:
         if tracked.finished and not tracked.copying:
             del self._tracked[request]
             self._door.tell(RequestLeft(request=request))
+
+
+def _is_text(request: Any) -> bool:
+    """Nothing but token ids decides its KV, and tokens are wanted of it."""
+    others = (request.lora_request, request.pooling_params, getattr(request, "prompt_embeds", None))
+    return not request.mm_features and all(other is None for other in others)

@@ -97,7 +97,9 @@ def shape(**changed: Any) -> Any:
     caches = SimpleNamespace(kv_cache_groups=[group] * changed.get("groups", 1), kv_cache_layout="LBHNC")
     parallel = SimpleNamespace(tensor_parallel_size=changed.get("tp", 1))
     model = SimpleNamespace(model=changed.get("model", "a/b"), revision=None, dtype="torch.float32", max_model_len=512)
-    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    config = SimpleNamespace(
+        parallel_config=parallel, model_config=model, speculative_config=changed.get("speculative")
+    )
     return shape_of(config, caches, version="0.32.0")
 
 
@@ -117,6 +119,7 @@ def test_servers_whose_pages_differ_have_other_fingerprints(changed: dict[str, A
     ("changed", "named"),
     [
         ({"tp": 2}, "--tensor-parallel-size"),
+        ({"speculative": "ngram"}, "--speculative-config"),
         ({"groups": 2}, "disable-hybrid-kv-cache-manager"),
         ({"spec": SimpleNamespace()}, "only full attention"),
         ({"dtype": "torch.float8_e4m3fn"}, "float8"),
