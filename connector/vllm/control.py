@@ -47,6 +47,7 @@ STOP_WAIT_S = 10.0  # for the mover to end in good order
 FLUSH_MS = 500  # what last words get to leave
 STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is handed over any more
 RESTART_WAIT_S = 0.1
+RENEWALS = 6  # in a lease's time, as on a node: some may be lost
 TICK_MIN_S = 0.001
 
 log = logging.getLogger("vllm.pdbus")
@@ -173,8 +174,9 @@ class Control:
         s = self._settings
         wait_ns = int(s.pair_wait_s * S)
         handoff = HandoffConfig(
-            lease_ns=int(s.lease_s * S), answer_ns=wait_ns + S, block_bytes=rank_block_bytes(self._shape.geometry)
-        )
+            lease_ns=int(s.lease_s * S), renew_ns=int(s.lease_s * S / RENEWALS), answer_ns=wait_ns + S,
+            block_bytes=rank_block_bytes(self._shape.geometry),
+        )  # fmt: skip
         return PairConfig(
             name=s.name, incarnation=self._incarnation, role=s.role, blocks=self._blocks,
             block_size=self._shape.geometry.block_size, pair_wait_ns=wait_ns, park_ns=int(s.park_s * S),

@@ -20,9 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One prefill and one decode server, for all tests: a start takes most of a minute. It holds a lease for 1 s only,
-    so that one test can see it expire."""
-    from tests.vllm.servers import Pair
+    """One prefill and one decode server, for all tests: a start takes most of a minute."""
+    from tests.vllm.servers import LEASE_S, Pair
 
-    with Pair(model, tmp_path_factory.mktemp("logs"), prefill={"lease_s": 1, "park_s": 5}) as started:
+    with Pair(model, tmp_path_factory.mktemp("logs"), prefill={"lease_s": LEASE_S, "park_s": 5}) as started:
         yield started

@@ -20,6 +20,7 @@ import httpx
 
 START_S = 400
 ANSWER_S = 120
+LEASE_S = 3  # of the prefill server: less than is left between renewals, so that one can be seen to expire
 BLOCK = 32  # the least that vLLM's CPU kernels take
 
 
@@ -99,8 +100,8 @@ class Server:
         rows = [r for r in text.splitlines() if r.startswith("vllm:external_prefix_cache_hits_total")]
         return int(float(rows[0].rpartition(" ")[2]))
 
-    def pids(self, module: str) -> list[int]:
-        """Of the processes of its session that run this module."""
+    def pids(self, module: str = "") -> list[int]:
+        """Of all processes below it, or of those that run this module."""
         found = []
         for entry in os.listdir("/proc"):
             if entry.isdigit():
@@ -109,7 +110,7 @@ class Server:
                     parents = _ancestors(int(entry))
                 except OSError:
                     continue
-                if module.encode() in command and self._process.pid in parents:
+                if (not module or module.encode() in command) and self._process.pid in parents:
                     found.append(int(entry))
         return found
 

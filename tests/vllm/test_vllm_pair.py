@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.vllm.servers import BLOCK, Pair
+from tests.vllm.servers import BLOCK, LEASE_S, Pair
 
 pytestmark = pytest.mark.timeout(900)
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 7 * BLOCK + 5, 20 * BLOCK)
@@ -111,19 +111,36 @@ def test_a_pair_that_the_prefill_server_never_hears_of(pair: Pair) -> None:
     assert pair.d.tokens(prompt, ANSWER, **lone) == pair.p.tokens(prompt, ANSWER)
 
 
-def test_a_lease_that_expires_under_a_read(pair: Pair) -> None:
-    """The mover that reads stands still for longer than the lease: nothing of it may be used, and what arrives when it
-    goes on lands in blocks that nobody has."""
-    prompt = prompt_of(300, 1101)
+def test_a_lease_that_expires(pair: Pair) -> None:
+    """The decode server stands still for longer than the lease, and finds all announcements when it goes on."""
+    prompt, before, failures = prompt_of(300, 1101), pair.d.handed_over(), pair.d.log.count("attempt.failed")
+    parameters = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
+    waiting = pair.submit(pair.d.tokens, prompt, ANSWER, **parameters)
+    time.sleep(1)  # so that it has asked
+    for pid in pair.d.pids():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        pair.p.complete(prompt, 1, **parameters)
+        time.sleep(LEASE_S + 1)
+    finally:
+        for pid in pair.d.pids():
+            os.kill(pid, signal.SIGCONT)
+    answered = waiting.result(120)
+    assert pair.d.handed_over() == before
+    assert pair.d.log.count("attempt.failed") == failures + 1
+    assert answered == pair.p.tokens(prompt, ANSWER)
+
+
+def test_reads_that_stand_still(pair: Pair) -> None:
+    """Nothing of them may be used, and what arrives when they go on lands in blocks that nobody has."""
+    prompt, before = prompt_of(300, 1102), pair.d.handed_over()
     (mover,) = pair.d.pids("pdbus.connector.mover")
-    before = pair.d.handed_over()
     os.kill(mover, signal.SIGSTOP)
     try:
         answered = pair.tokens(prompt, ANSWER)
     finally:
         os.kill(mover, signal.SIGCONT)
     assert pair.d.handed_over() == before
-    assert "cause=expired" in pair.d.log or "cause=read_overdue" in pair.d.log
     assert answered == pair.p.tokens(prompt, ANSWER)
     again = prompt_of(300, 1201)
     assert pair.tokens(again, ANSWER) == pair.p.tokens(again, ANSWER)
