@@ -169,6 +169,8 @@ class Heartbeat(Message):
     free_blocks: int = 0
     reply: bool = False
     epoch: int = 0  # of the agents that the sender has announced, 0 before any: who missed them says hello again
+    prefill_tokens_per_s: int = 0  # lately; 0: not measured
+    prefill_step_us: int = 0  # a step of these beside its tokens
 
 
 class Goodbye(Message):
