@@ -293,6 +293,7 @@ class Generate(Message):
     sampling: Sampling = Sampling()
     deadline_ms: int = 300_000
     credit: int = 1024  # tokens the client is willing to have unacknowledged
+    tools: tuple[dict[str, Any], ...] | None = None  # with messages: what the chat template is given as its tools
 
 
 class Token(Message):
