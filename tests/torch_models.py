@@ -33,9 +33,9 @@ class Loaded:
     args: WorkerArgs
 
     def kv(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """What the slab holds of the first `tokens` positions in these blocks: [tokens, layer, k/v, head, channel]."""
+        """What the slab holds of the first `tokens` positions in these blocks: [tokens, layer, part, head, channel]."""
         g = self.args.geometry
-        slab = self.memory.view(self.args.blocks, g.layers, 2, g.kv_heads, g.block_size, g.head_dim)
+        slab = self.memory.view(self.args.blocks, g.layers, g.kv_parts, g.kv_heads, g.block_size, g.head_dim)
         return slab[torch.tensor(list(blocks))].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:tokens].clone()
 
 
@@ -43,7 +43,7 @@ def load(model: str | Path, *, blocks: int = 64, dtype: str = "float32", **optio
     """A TorchEngine with its own slab of `blocks` blocks."""
     resolved = resolve_model(str(model))
     c = resolved.config
-    geometry = geometry_for(c.layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype)
+    geometry = geometry_for(c.layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
     memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"))
     args = WorkerArgs(
         endpoint="", slab_path="", slab_bytes=blocks * geometry.block_bytes, blocks=blocks, geometry=geometry,

@@ -1,4 +1,4 @@
-"""The engine that computes with PyTorch: Llama family, paged KV cache, continuous batching, chunked prefill."""
+"""The engine that computes with PyTorch: paged KV or latents, continuous batching, chunked prefill."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, KVLayout, Sampling
-from pdbus.bus.wire import replace, unpack_u32
+from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, SampledToken, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
-from pdbus.nodes.models.llama import Llama
+from pdbus.nodes.models.decoder import Decoder
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
@@ -79,16 +79,18 @@ class TorchEngine:
         make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
+        self._deterministic, self._pad_to = args.deterministic, ROWS if args.deterministic else 1
         group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         _check_geometry(args.geometry, model.config, args.dtype)
         self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
             self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
-            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make, group)
-            mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
-            self._llama = Llama(mine, weights, self._max_positions)
-        self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
+            weights = load_weights(
+                model.folder, model.config, self._dtype, str(self._device), make, group, pad_to=self._pad_to
+            )
+            self._decoder = Decoder(model.config, weights, self._max_positions)
+        self._skip_sampling = args.skip_sampling
         self._speculate = args.speculate
         self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
@@ -176,12 +178,11 @@ class TorchEngine:
 
     def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
         """Logits of the packed spans' wanted rows. `known`: the token ids of each one's sequence."""
-        pad_to = ROWS if self._deterministic else 1
-        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=pad_to)
-        padding = np.zeros(-plan.rows % pad_to, dtype=np.int64)
+        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
+        padding = np.zeros(-plan.rows % self._pad_to, dtype=np.int64)
         tokens = [np.frombuffer(ids[p.start : p.end], dtype=np.int64) for ids, p in zip(known, spans, strict=True)]
         positions = [np.arange(span.start, span.end) for span in spans]
-        return self._llama.forward(
+        return self._decoder.forward(
             torch.from_numpy(np.concatenate([*tokens, padding])).to(self._device),
             torch.from_numpy(np.concatenate([*positions, padding])).to(self._device),
             plan,
@@ -292,7 +293,7 @@ def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
 
 def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str) -> None:
     found = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
-    wanted = (config.layers, config.kv_heads, config.head_dim, 2, dtype)
+    wanted = (config.layers, config.kv_heads, config.head_dim, config.kv_parts, dtype)
     if found != wanted:
         raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
 
