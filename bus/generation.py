@@ -159,7 +159,7 @@ class Generation:
 
     def _raise_if_bad(self) -> None:
         if isinstance(self._end, Exception):
-            raise self._end
+            raise self._end.with_traceback(None)  # it may be that of many, and must not grow with each
         if self._end is not None and self._end.error is not None:
             raise exception_of(self._end.error)
 
