@@ -169,6 +169,8 @@ class Heartbeat(Message):
     free_blocks: int = 0
     reply: bool = False
     epoch: int = 0  # of the agents that the sender has announced, 0 before any: who missed them says hello again
+    prefill_tokens_per_s: int = 0  # lately; 0: not measured
+    prefill_step_us: int = 0  # a step of these beside its tokens
 
 
 class Goodbye(Message):
@@ -291,6 +293,7 @@ class Generate(Message):
     sampling: Sampling = Sampling()
     deadline_ms: int = 300_000
     credit: int = 1024  # tokens the client is willing to have unacknowledged
+    tools: tuple[dict[str, Any], ...] | None = None  # with messages: what the chat template is given as its tools
 
 
 class Token(Message):

@@ -23,6 +23,7 @@ from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
 from . import values
+from .placing import POLICIES
 from .values import split_address
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -73,6 +74,7 @@ class NodeConfig(Declared):
     max_running: int  # sequences in one step
     max_batch_tokens: int
     prefill_chunk: int  # tokens
+    prefill_policy: str  # placing.POLICIES
 
     lease_ns: int
     renew_ns: int
@@ -249,6 +251,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Most sequences in one step.", "64"),
     Setting("prefill_chunk", "Scheduling", "TOKENS", values.whole(1, 1 << 20),
             lambda c, host: min(256, c["max_batch_tokens"]), "Most tokens of one prompt in one step.", "256"),
+    Setting("prefill_policy", "Scheduling", "WHERE", values.choice(*POLICIES), POLICIES[0],
+            "Where a decode node has prompts computed: remote, on prefill nodes; auto, where it is sooner; local."),
     Setting("cpus", "Scheduling", "LIST", values.cores, (), "Cores to use: 0,2-3.", "all"),
     Setting("threads", "Scheduling", "N", values.whole(1, 1024),
             lambda c, host: max(1, len(c["cpus"] or host.cpus) // c["tp"]), "Threads of a worker.",

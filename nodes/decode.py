@@ -93,9 +93,10 @@ class Requests:
         *,
         max_model_len: int,
         running_max: int,
-        choose: Callable[[Request, int], Source | None],
+        choose: Callable[[Request, int, int], Source | None],
     ) -> None:
-        """`choose(request, now)` names the prefill node for its next attempt, or None for computing it here."""
+        """`choose(request, cached, now)` names the prefill node for its next attempt, or None for computing it here,
+        where so many tokens are cached."""
         self._pool = pool
         self._scheduler = scheduler
         self._max_model_len = max_model_len
@@ -131,6 +132,19 @@ class Requests:
     def fetching_from(self) -> Mapping[str, int]:
         """How many requests fetch from each prefill node that any fetches from, now."""
         return self._fetching
+
+    def asked_tokens(self) -> dict[str, int]:
+        """By prefill node that is asked for any: tokens of prompts that it has not finished."""
+        asked: dict[str, int] = {}
+        for r in self._requests.values():
+            if r.state is State.FETCHING and not r.marks.prefill_done:
+                asked[r.node] = asked.get(r.node, 0) + r.prompt_tokens
+        return asked
+
+    @property
+    def running(self) -> int:
+        """Those whose answers are being computed here."""
+        return sum(r.state is State.RUNNING for r in self._requests.values())
 
     @property
     def waiting(self) -> int:
@@ -180,7 +194,7 @@ class Requests:
             cached = reservation.cached_tokens
             if not r.marks.admitted:
                 r.marks.admitted, r.cached_tokens = now, cached
-            source = None if self._stays_local(r, cached) else self._choose(r, now)
+            source = None if self._stays_local(r, cached) else self._choose(r, cached, now)
             if source is None:
                 self._run(r, cached)
             else:

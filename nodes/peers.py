@@ -165,19 +165,19 @@ class Peers:
         return [self._agents[key] for key in due]
 
     def circuit(self, peer: ms.Peer) -> CircuitState:
-        return self.circuits.state(_key(peer))
+        return self.circuits.state(key_of(peer))
 
     def problem(self, peer: ms.Peer) -> str:
         """Why its memory cannot be read, '' when it can or need not."""
         if not self._reads or peer.role not in PREFILL_ROLES:
             return ""
-        return self._ready.get(_key(peer), LOADING)
+        return self._ready.get(key_of(peer), LOADING)
 
     def awaited(self, peer: ms.Peer) -> str:
         """What a peer that is LOADING waits for, and on which side."""
         if not self._mover_up:
             return "this node's own mover is still starting"
-        if _key(peer) not in self._agents:
+        if key_of(peer) not in self._agents:
             return f"{peer.name} is still starting"
         return f"this node's mover is still connecting to the memory of {peer.name}"
 
@@ -185,14 +185,25 @@ class Peers:
 
     def next_source(self, request: bytes, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
         """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
+        peers = self._sources(now, eligible)
+        return self.ask(request, peers[0]) if peers else None
+
+    def good_sources(self, now: int, eligible: Callable[[ms.Peer], bool]) -> list[ms.Peer]:
+        """Those that can be asked and read now, in turn; one that just failed only where there is no other."""
+        peers = self._sources(now, eligible)
+        return [p for p in peers if not self.circuits.comes_last(key_of(p), now)] or peers
+
+    def ask(self, request: bytes, peer: ms.Peer) -> Source:
+        """The request's next attempt goes there."""
+        self._last = peer.name
+        self.circuits.asked(request, key_of(peer))
+        return _source(peer)
+
+    def _sources(self, now: int, eligible: Callable[[ms.Peer], bool]) -> list[ms.Peer]:
         names = sorted(self._membership.prefill_names(), key=lambda name: (name <= self._last, name))
         peers = [peer for name in names if (peer := self._membership.peer(name)) is not None]
-        for peer in sorted(peers, key=lambda p: self.circuits.comes_last(_key(p), now)):
-            if not self.problem(peer) and eligible(peer) and self.circuits.admits(_key(peer), now):
-                self._last = peer.name
-                self.circuits.asked(request, _key(peer))
-                return _source(peer)
-        return None
+        peers = [p for p in peers if not self.problem(p) and eligible(p) and self.circuits.admits(key_of(p), now)]
+        return sorted(peers, key=lambda p: self.circuits.comes_last(key_of(p), now))
 
     def attempt_failed(self, failed: AttemptFailed, now: int) -> list[ev.NodeEffect]:
         if not failed.peer_suspect:
@@ -222,7 +233,7 @@ def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
     return f"{name}/{incarnation.hex()}/{epoch}"
 
 
-def _key(peer: ms.Peer) -> str:
+def key_of(peer: ms.Peer) -> str:
     return peer_key(peer.name, peer.incarnation, peer.epoch)
 
 

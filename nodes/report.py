@@ -182,6 +182,7 @@ def metrics(core: NodeCore, counters: dict[str, int], now: int) -> dict[str, flo
         "requests_running": len(core.requests) - core.requests.waiting - fetching,
         "requests_preempted_total": core.requests.counters["preempted"],
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
+        "prefill_tokens_per_s": core.places.steps.said(now)[0],
         "agent_epoch": core.epoch,
         "kv_copies_open": len(core.staging),
         "kv_copies_total": core.staging.counters["copies"],

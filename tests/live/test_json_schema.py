@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from .conftest import Live, live_cluster
@@ -22,11 +23,15 @@ SCHEMA: dict[str, Any] = {
     "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "decide", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "decide"}}
 
 
 @pytest.fixture(scope="module")
 def spelling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     model: Path = write_spelling_llama(tmp_path_factory.mktemp("models"), eos=1)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     with live_cluster(options={"model": str(model), "deterministic": True, "kv_blocks": 256}) as live:
         yield live
         live.check_clean()
@@ -57,6 +62,28 @@ def test_a_schema_at_fault_is_the_request_s(spelling: Live, schema: dict[str, An
     error = answer.json()["error"]
     assert (answer.status_code, error["param"] or "response_format") == (400, "response_format")
     assert "JSON schema" in error["message"] or "schema cannot be followed" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_openais_client_gets_the_call_that_it_asks_for(spelling: Live, choice: Any) -> None:
+    """Whole and streamed, and sent back with the tool's answer."""
+    with openai.OpenAI(base_url=f"{spelling.decode.http}/v1", api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "Decide."}]
+        asked: dict[str, Any] = {
+            "model": client.models.list().data[0].id, "tools": [TOOL], "tool_choice": choice, "temperature": 0,
+            "max_tokens": 400, "parallel_tool_calls": False,
+        }  # fmt: skip
+        whole = client.chat.completions.create(messages=messages, **asked).choices[0]
+        (call,) = whole.message.tool_calls or []
+        assert (whole.finish_reason, whole.message.content, call.function.name) == ("tool_calls", None, "decide")
+        assert set(json.loads(call.function.arguments)) == {"ok", "n"}
+        with client.chat.completions.stream(messages=messages, **asked) as stream:
+            final = stream.get_final_completion().choices[0]
+        (streamed,) = final.message.tool_calls or []
+        assert (streamed.function.name, streamed.function.arguments) == ("decide", call.function.arguments)
+        messages += [whole.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+        after = client.chat.completions.create(messages=messages, **{**asked, "tool_choice": "auto", "max_tokens": 4})
+        assert after.choices[0].message.tool_calls is None
 
 
 def test_a_node_that_cannot_says_so(coded: Live) -> None:
