@@ -2,7 +2,7 @@
 # make test    everything CI tests, in under 10 minutes on two cores
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-long chaos fuzz bench lint check-wheel clean
+.PHONY: help setup demo test check-long chaos fuzz bench lint check-wheel vllm test-vllm clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
-	@echo "make setup | demo | test | check-long | chaos | fuzz | bench | lint | check-wheel | clean"
+	@echo "make setup | demo | test | check-long | chaos | fuzz | bench | lint | check-wheel | vllm | test-vllm | clean"
 
 setup: $(READY)
 
@@ -65,9 +65,22 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# a tier of its own, with vLLM's CPU build in an environment of its own (docs/vllm.md)
+VLLM := .venv-vllm
+
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml .ci/vllm.sh
+	@echo "installing pdbus and vLLM's CPU build into $(VLLM): some minutes, 4 GB"
+	@.ci/vllm.sh $(VLLM) $(PYTHON)
+	@touch $@
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest -q tests/vllm
+
 check-wheel: $(READY)
 	$(BIN)/python .ci/check_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

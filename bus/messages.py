@@ -380,6 +380,7 @@ class PrefillRequest(Message):
     prompt_tokens: int
     prompt_digest: bytes  # xxh3_128 of the ids
     digests: bool = False  # whether block_digests are wanted
+    pair: bytes = b""  # in the prompt's place: names the request that another server was given together with this one
 
 
 class PrefillAccepted(Message):
