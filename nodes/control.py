@@ -99,7 +99,6 @@ class Control:
         self._signals = 0
         self._ready, self._loaded = False, ""  # what the log says of it
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._watchers: list[Callable[[], None]] = []
         self.measures = Measures()
         self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
@@ -209,8 +208,6 @@ class Control:
         finally:
             self._turning = False
         self._arm()
-        for watch in tuple(self._watchers):
-            watch()
 
     def _turn(self, event: ev.NodeEvent) -> None:
         now = time.monotonic_ns()
@@ -234,26 +231,6 @@ class Control:
         if deadline is not None and not self._ended.done():
             wait_s = max((deadline - time.monotonic_ns()) / 1e9, TICK_MIN_S)
             self._timer = self._loop.call_later(wait_s, self.post, ev.Tick())
-
-    async def until(self, true: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something is true of the core; False when it was not in time."""
-        if true():
-            return True
-        done = asyncio.Event()
-
-        def watch() -> None:
-            if true():
-                done.set()
-
-        self._watchers.append(watch)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await done.wait()
-            return True
-        except TimeoutError:
-            return False
-        finally:
-            self._watchers.remove(watch)
 
     # ------------------------------------------------------------ the bus
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .control import Control
 
 JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
+JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
@@ -382,24 +383,25 @@ class Intake:
         return None
 
     async def _connected(self, addresses: Sequence[str], refused: Sequence[Outcome | None]) -> ConnectReply:
-        async def outcome(address: str, refusal: Outcome | None) -> Outcome:
-            return refusal or await self._joined(address)
-
-        return ConnectReply(outcomes=tuple(await asyncio.gather(*map(outcome, addresses, refused))))
-
-    async def _joined(self, address: str) -> Outcome:
-        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
-        await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
-        outcome = report.joined(self._control.core, address)
-        return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
+        """What has become of each when all is decided, or after JOIN_WAIT_S: they are called on all the same. Looked
+        at from time to time, not at each event: of a thousand addresses, that would leave no time for events."""
+        core, called = self._control.core, [a for a, refusal in zip(addresses, refused, strict=True) if refusal is None]
+        due_s = time.monotonic() + JOIN_WAIT_S
+        while None in (outcomes := report.joined(core, called)) and time.monotonic() < due_s:  # noqa: ASYNC110
+            await asyncio.sleep(JOIN_LOOK_S)
+        details = report.waiting(core, called)
+        became = iter(
+            [o or Outcome(target=a, ok=False, detail=d) for a, o, d in zip(called, outcomes, details, strict=True)]
+        )
+        return ConnectReply(outcomes=tuple(refusal or next(became) for refusal in refused))
 
     def _disconnect(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Disconnect)
         for target in message.targets:
             self._control.post(ev.RemoveAsked(target=target))
-        outcomes = tuple(report.removed(self._control.core, target) for target in message.targets)
-        self._reply(received, DisconnectReply(outcomes=outcomes))
+        outcomes = report.removed(self._control.core, message.targets)
+        self._reply(received, DisconnectReply(outcomes=tuple(outcomes)))
 
     # ------------------------------------------------------------ probes
 
