@@ -213,7 +213,8 @@ class Prompts:
         if prompt is None:
             return
         prompt.try_ = None
-        prompt.spent = ended.cause is Cause.DONE
+        if ended.cause is Cause.DONE:  # so all of it was saved, and the engine writes no more of it
+            self._shelf.spend(prompt)
         if prompt.left and prompt.spent:
             self._shelf.take_away(prompt)
         elif prompt.left:

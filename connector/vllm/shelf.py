@@ -67,10 +67,16 @@ class Shelf:
         """Whose lease is held under that try."""
         return next((prompt for prompt in self._by_pair.values() if prompt.try_ == try_), None)
 
-    def take_away(self, prompt: Prompt) -> None:
-        """Its blocks are free once no lease holds them either."""
-        del self._by_pair[prompt.pair], self._by_request[prompt.request]
+    def spend(self, prompt: Prompt) -> None:
+        """Its blocks are free once no lease holds them either; its pair stays known, and is worth nothing."""
+        prompt.spent = True
         self._pool.drop(prompt.blocks, Holder.HELD)
+        prompt.blocks = ()
+
+    def take_away(self, prompt: Prompt) -> None:
+        """Nothing of it is left."""
+        self.spend(prompt)
+        del self._by_pair[prompt.pair], self._by_request[prompt.request]
 
     # ------------------------------------------------------------ BlockOwner
 
