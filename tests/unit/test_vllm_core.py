@@ -185,7 +185,6 @@ def test_a_failed_read_fails_the_fetch(two: Two) -> None:
     two.read("the peer has gone")
     assert two.want().state is WantState.FAILED
     two.left(two.p, "P")
-    two.wait(31)
     two.left(two.d, "D")
     assert all_free(two)
 
