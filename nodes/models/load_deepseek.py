@@ -26,7 +26,8 @@ def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, gr
     assert sizes is not None
     heads = config.heads // group.size
     name = prefix + "kv_b_proj.weight"
-    keys, values = torch.split(source.part(name).view(heads, -1, sizes.rank), [sizes.nope, sizes.value], 1)
+    both = source.part(name)
+    keys, values = torch.split(both.view(heads, -1, sizes.rank), [sizes.nope, sizes.value], 1)
     return LatentAttention(
         layer=index,
         heads=heads,
@@ -38,6 +39,7 @@ def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, gr
         kv_norm=source.norm(prefix + "kv_a_layernorm.weight", NORM_EPS),
         into_latent=source.make(name, keys.mT.contiguous(), None),
         from_latent=source.make(name, values.contiguous(), None),
+        expand=source.make(name, both, None),
         out=source.linear(prefix, ["o_proj"], bias=sizes.bias),
     )
 
