@@ -76,7 +76,7 @@ class Request:
     have: int = 0  # tokens that were here before its last attempt
     attempts: int = 0
     tried: tuple[str, ...] = ()
-    local_only: bool = False  # for good: it has run here, or no attempt is left
+    local_only: bool = False  # for good: asked for, it has run here, or no attempt is left
     generated: int = 0
     acknowledged: int = 0
     worker_losses: int = 0  # while it was in the step
@@ -175,6 +175,7 @@ class Requests:
             deadline_ns=now + event.deadline_ns,
             credit=event.credit,
             marks=Marks(arrived=now),
+            local_only=event.local,
         )
         self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
         self._waiting.append(r)

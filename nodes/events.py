@@ -100,6 +100,7 @@ class GenerateAsked(NodeEvent):
     sampling: Sampling
     deadline_ns: int  # a duration
     credit: int
+    local: bool = False  # its prompt is computed here, whatever the policy
 
 
 class CancelAsked(NodeEvent):

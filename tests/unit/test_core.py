@@ -264,14 +264,14 @@ def test_who_joins_a_peer_hears_which_side_is_still_starting() -> None:
     node.hear(ev.JoinAsked(address=address))
     node.hear(ev.LinkOpened(address=address, link="to peer"))
     node.told(Welcome(hello=hello))
-    assert report.joined(node.core, address) is None
-    assert "linked with peer, but this node's own mover is still starting" in report.waiting(node.core, address)
+    assert report.joined(node.core, [address]) == [None]
+    assert "linked with peer, but this node's own mover is still starting" in report.waiting(node.core, [address])[0]
     node.up()
-    assert "peer is still starting: it is used by itself" in report.waiting(node.core, address)
+    assert "peer is still starting: it is used by itself" in report.waiting(node.core, [address])[0]
     node.told(agent(1, "peer"))
-    assert "still connecting to the memory of peer" in report.waiting(node.core, address)
+    assert "still connecting to the memory of peer" in report.waiting(node.core, [address])[0]
     node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 1)))
-    assert report.joined(node.core, address) == Outcome(target=address, ok=True, detail="peer")
+    assert report.joined(node.core, [address]) == [Outcome(target=address, ok=True, detail="peer")]
 
 
 def test_a_peer_that_comes_back_after_its_goodbye_is_served(prefill: Node) -> None:
