@@ -97,6 +97,7 @@ class Sampling(Declared):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     json_schema: str = ""  # as JSON text: the answer is JSON that follows it; '': anything
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first; computed on D
 
 
 class TokenLogprob(Declared):
@@ -307,6 +308,9 @@ class Token(Message):
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     pieces: tuple[tuple[bytes, ...], ...] = ()  # with logprobs, per token: its own bytes, then those of each in `top`
+    prompt: bytes = b""  # u32, the prompt's tokens: with the first message, if their logprobs were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of these but the first
+    prompt_pieces: tuple[tuple[bytes, ...], ...] = ()  # of all of these
 
 
 class Credit(Message):

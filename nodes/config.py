@@ -23,6 +23,7 @@ from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
 from . import values
+from .logs import FORMS
 from .placing import POLICIES
 from .values import split_address
 
@@ -88,6 +89,7 @@ class NodeConfig(Declared):
     coded_step_ms: float
     coded_token_us: float
 
+    log_format: str  # logs.FORMS
     record: str  # folder; "": not recorded
     record_max: int  # bytes
     record_tokens: bool
@@ -272,6 +274,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("coded_step_ms", "Coded engine", "MS", values.real(0, 60_000, "milliseconds"), 0.0, "Time of a step."),
     Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
             "Time that each token adds to a step."),
+    Setting("log_format", "Trace", "FORM", values.choice(*FORMS), FORMS[0],
+            "Of the log on standard error. text: a line for people; json: an object a line."),
     Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
     Setting("record_max", "Trace", "SIZE", values.size(TOTAL_BYTES_LEAST), TOTAL_BYTES_MAX,
             "Keep at most so much of this node's recordings: the newest.", "4GiB"),

@@ -100,6 +100,7 @@ class GenerateAsked(NodeEvent):
     sampling: Sampling
     deadline_ns: int  # a duration
     credit: int
+    whole: bool = False  # each position of its prompt is computed, and here: nothing cached will do, nor another node
 
 
 class CancelAsked(NodeEvent):

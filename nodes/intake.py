@@ -44,7 +44,7 @@ from . import events as ev
 from . import report
 from .answer import Answer
 from .json_schema import check_schema
-from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
+from .limits import check_bias, check_deadline, check_sampling, check_scored, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
@@ -145,6 +145,7 @@ class Intake:
                     await asyncio.to_thread(check_schema, sampling.json_schema, "json_schema", fits)
             prompt = await self._reader.read(message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
+            check_scored(sampling, len(prompt))
             if self._control.ended:
                 raise Closed(f"node {self._control.config.name} has ended")
         except PdError as e:
@@ -179,6 +180,7 @@ class Intake:
                 sampling=sampling,
                 deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
                 credit=message.credit,
+                whole=sampling.prompt_logprobs is not None,
             )
         )
 
@@ -191,6 +193,9 @@ class Intake:
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
         check_sampling(s)
+        if s.prompt_logprobs is not None and self._control.config.engine == "coded":
+            problem = "prompt_logprobs: the coded engine has no log-probabilities of prompts"
+            raise RequestError(problem, param="prompt_logprobs", code="unsupported_value")
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
         check_bias(s.logit_bias, setup.vocab_size)
         check_deadline(message.deadline_ms)
@@ -243,6 +248,11 @@ class Intake:
         """Append a token to a sequence's answer. True when it ends there. False for what has ended already."""
         answer = self._by_seq.get(seq)
         return answer is not None and answer.take(token, logprob)
+
+    def scored(self, seq: int, first: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Log-probabilities of tokens of a sequence's prompt, from the one at `first` on."""
+        if (answer := self._by_seq.get(seq)) is not None:
+            answer.scored(first, logprobs)
 
     def emit(self, request: bytes) -> None:
         """Send what has been taken. A client that cannot be reached has gone."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdbus.bus.messages import Sampling
+from pdbus.bus.messages import Sampling, TokenLogprob
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import geometry_for
@@ -61,6 +61,7 @@ class Walk:
     ) -> None:  # fmt: skip
         assert sum(chunks) == len(prompt)
         self.seq, self.blocks, self.tokens, self.results = seq, list(blocks), list[int](), list[RowResult]()
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens but the first, if it asks for them
         self._prompt, self._chunks, self._at = len(prompt), list(chunks), 0
         loaded.engine.open(seq, prompt, sampling or Sampling())
 
@@ -72,6 +73,8 @@ class Walk:
 
     def take(self, result: RowResult) -> None:
         assert result.seq == self.seq
+        assert result.prompt_from == (len(self.scores) + 1 if result.prompt_logprobs else 0)
+        self.scores += result.prompt_logprobs
         if result.token >= 0:
             self.tokens.append(result.token)
             self.results.append(result)

@@ -69,6 +69,7 @@ class Control:
         self._settings, self._shape = settings, shape
         self._slab = Slab.create(self._blocks * block_bytes)
         self.slab_at = SlabAt(path=self._slab.path, size_bytes=self._slab.size_bytes, blocks=self._blocks)
+        self.address = ""  # of the bus, once it is bound
         self._incarnation = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._core: PairCore | None = None  # None: not started, or over
@@ -123,6 +124,11 @@ class Control:
         with self._lock:
             return self._core.want(request) if self._core is not None else None
 
+    @property
+    def mover_pid(self) -> int:
+        """0 while none runs."""
+        return self._mover.pid
+
     # ------------------------------------------------------------ the loop's thread
 
     def _serve(self) -> None:
@@ -150,7 +156,7 @@ class Control:
         self._publisher = Publisher(self._settings.name, self._incarnation, context=self._endpoint.context)
         self._mover = self._make_mover(directory)
         try:
-            address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
+            self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
             events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
             with self._lock:
                 self._core = PairCore(self._pair_config(), Membership(self._membership(address, events), unreadable))

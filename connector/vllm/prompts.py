@@ -29,7 +29,6 @@ from pdbus.bus.wire import Header
 from .. import events as ev
 from ..handoff import (
     Answer,
-    Cause,
     ChunkComputed,
     LeaseBegan,
     LeaseEnded,
@@ -197,7 +196,7 @@ class Prompts:
                 if not self._leases[effect.try_.node]:
                     del self._leases[effect.try_.node]
                 out.append(ev.lease_event("lease.ended", effect, cause=str(effect.cause), held_ns=effect.held_ns))
-                self._lease_ended(effect, now)
+                self._lease_ended(effect)
 
     def _start(self, start: StartPrefill, queue: list[OfferEvent]) -> None:
         """What is there of it already can be read at once."""
@@ -208,16 +207,16 @@ class Prompts:
         if prompt.ready:
             queue.append(_chunk(prompt, start.try_))
 
-    def _lease_ended(self, ended: LeaseEnded, now: int) -> None:
+    def _lease_ended(self, ended: LeaseEnded) -> None:
         prompt = self._shelf.of_try(ended.try_)
         if prompt is None:
             return
         prompt.try_ = None
-        prompt.spent = ended.cause is Cause.DONE
-        if prompt.left and prompt.spent:
+        prompt.spent = True
+        if prompt.complete:  # the engine writes no more of it
+            self._shelf.empty(prompt)
+        if prompt.left:
             self._shelf.take_away(prompt)
-        elif prompt.left:
-            self._parked.set(prompt.pair, now + self._park_ns)
 
 
 def _chunk(prompt: Prompt, try_: TryId) -> ChunkComputed:

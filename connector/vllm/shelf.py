@@ -24,10 +24,10 @@ class Prompt:
     pair: bytes
     prompt_tokens: int
     prompt_digest: bytes
-    blocks: tuple[int, ...]  # (): there was no room
+    blocks: tuple[int, ...]  # (): there was no room, or it is spent
     ready: int = 0  # tokens whose KV is in the blocks
     left: bool = False  # the engine is done with it
-    spent: bool = False  # its reader has it
+    spent: bool = False  # its reader came, and has it or will not
     reader: Reader | None = None  # who came first
     try_: TryId | None = None  # whose lease is held
 
@@ -67,10 +67,15 @@ class Shelf:
         """Whose lease is held under that try."""
         return next((prompt for prompt in self._by_pair.values() if prompt.try_ == try_), None)
 
-    def take_away(self, prompt: Prompt) -> None:
+    def empty(self, prompt: Prompt) -> None:
         """Its blocks are free once no lease holds them either."""
-        del self._by_pair[prompt.pair], self._by_request[prompt.request]
         self._pool.drop(prompt.blocks, Holder.HELD)
+        prompt.blocks = ()
+
+    def take_away(self, prompt: Prompt) -> None:
+        """Nothing of it is left."""
+        self.empty(prompt)
+        del self._by_pair[prompt.pair], self._by_request[prompt.request]
 
     # ------------------------------------------------------------ BlockOwner
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from pdbus.bus import wire
 from pdbus.bus.messages import Finished, Timeline, Token, TokenLogprob
+from pdbus.bus.wire import replace
 
+from .echo import LOGPROB_MIN, Echo, named
 from .schema import Asked
 from .tools import Called, reader_of
-
-LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
 class Answer:
@@ -100,6 +100,16 @@ class Completion(Answer):
     def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
         super().__init__(asked, model, created_s, index)
         self._offset = 0  # characters of the answer before the message at hand
+        self._echo = Echo(asked.prompts[index // asked.n]) if asked.echo else None
+
+    def _choice(self, said: dict[str, Any], tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
+        if not self._asked.answers:
+            said = {"text": ""}
+            tokens = [replace(token, tokens=b"", text="", logprobs=(), pieces=()) for token in tokens]
+        if self._echo is not None and self._offset == 0:
+            text = self._echo.text(tokens)
+            said, self._offset = {"text": text + said["text"]}, len(text)
+        return super()._choice(said, tokens, reason)
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -112,12 +122,14 @@ class Completion(Answer):
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         entries = [entry for token in tokens for entry in scored(token)]
-        return {
+        answer = {
             "tokens": [entry[0]["token"] for entry in entries],
             "token_logprobs": [entry[0]["logprob"] for entry in entries],
             "top_logprobs": [{top["token"]: top["logprob"] for top in entry[1:]} for entry in entries],
             "text_offset": [offset for token in tokens for offset in self._offsets(token)],
         }
+        prompt = self._echo.logprobs(tokens) if self._echo is not None else {}
+        return {key: [*prompt.get(key, ()), *values] for key, values in answer.items()}
 
     def _offsets(self, token: Token) -> list[int]:
         """Tokens whose text comes in one message start where it starts."""
@@ -182,14 +194,9 @@ def _scored_one(chosen: int, logprob: TokenLogprob, pieces: Sequence[bytes]) -> 
     candidates = [(chosen, logprob.logprob), *logprob.top]
     known: list[bytes | None] = [*pieces, *[None] * (len(candidates) - len(pieces))]
     return [
-        {"token": _name(token, piece), "logprob": max(score, LOGPROB_MIN), "bytes": None if piece is None else [*piece]}
+        {"token": named(token, piece), "logprob": max(score, LOGPROB_MIN), "bytes": None if piece is None else [*piece]}
         for (token, score), piece in zip(candidates, known, strict=False)
     ]
-
-
-def _name(token: int, piece: bytes | None) -> str:
-    """A token's text, or its id where the node did not say its text."""
-    return f"token_id:{token}" if piece is None else piece.decode(errors="replace")
 
 
 def usage(ends: Sequence[Finished], n: int) -> dict[str, Any]:

@@ -59,7 +59,6 @@ RANGES: dict[str, tuple[float, float]] = {
 # What leaves the answer as it is; null always does, and nothing else where there is no such value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -167,13 +166,24 @@ class Asked(Declared):
     return_token_ids: bool
     deadline_ms: int
     tools: Tools | None = None  # a chat's, where its answers may call any
+    echo: bool = False  # the prompt comes first
+    answers: bool = True  # with echo, nothing but the prompt may be wanted
 
 
 def parse_completion(data: bytes) -> Asked:
     """The body of /v1/completions. Raises RequestError naming the field at fault."""
     body = wire.decode_json(data, CompletionBody)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _asked(body, _prompts(body.prompt), limit, body.logprobs)
+    if not body.echo:
+        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return _asked(body, _prompts(body.prompt), limit, body.logprobs)
+    answers = body.max_tokens != 0
+    body = body if answers else replace(body, max_tokens=1)  # which nobody is told of
+    asked = _asked(body, _prompts(body.prompt), body.max_tokens or COMPLETION_TOKENS, body.logprobs)
+    scores = body.logprobs
+    if scores is None and not all(isinstance(prompt, str) for prompt in asked.prompts):
+        scores = 0  # the node says what text the ids stand for
+    sampling = replace(asked.sampling, prompt_logprobs=scores)
+    return replace(asked, sampling=sampling, echo=True, answers=answers)
 
 
 def parse_chat(data: bytes) -> Asked:

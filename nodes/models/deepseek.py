@@ -7,7 +7,7 @@ from pdbus.bus.wire import Declared
 from .fields import Fields
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-EXPERTS_MAX = 4096  # each is a few tensors, looked up one by one; the largest models have some hundreds
+EXPERTS_MAX = 1024  # each is a few tensors, looked up one by one; the largest models have some hundreds
 TOP_PER_GROUP = 2  # the best experts of a group that V3 judges it by
 
 

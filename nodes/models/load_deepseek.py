@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdbus.bus.errors import ConfigError
 from pdbus.nodes.engines.group import Group
 from pdbus.nodes.engines.linear import Linear
 
@@ -26,7 +27,8 @@ def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, gr
     assert sizes is not None
     heads = config.heads // group.size
     name = prefix + "kv_b_proj.weight"
-    keys, values = torch.split(source.part(name).view(heads, -1, sizes.rank), [sizes.nope, sizes.value], 1)
+    both = source.part(name)
+    keys, values = torch.split(both.view(heads, -1, sizes.rank), [sizes.nope, sizes.value], 1)
     return LatentAttention(
         layer=index,
         heads=heads,
@@ -38,6 +40,7 @@ def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, gr
         kv_norm=source.norm(prefix + "kv_a_layernorm.weight", NORM_EPS),
         into_latent=source.make(name, keys.mT.contiguous(), None),
         from_latent=source.make(name, values.contiguous(), None),
+        expand=source.make(name, both, None),
         out=source.linear(prefix, ["o_proj"], bias=sizes.bias),
     )
 
@@ -87,4 +90,12 @@ def load_experts(source: Source, prefix: str, config: ModelConfig, pad_to: int) 
 
 def _expert(source: Source, prefix: str) -> GatedMlp:
     """It gives this rank's part of what the whole one gives."""
-    return GatedMlp(*(source.partial(prefix, [f"{name}_proj"]) for name in ("gate", "up", "down")))
+    names = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
+    return GatedMlp(*(source.make(name, _finite(name, source.part(name)), None) for name in names))
+
+
+def _finite(name: str, weight: Tensor) -> Tensor:
+    """Damage elsewhere shows in a node's first logits; those may be other experts'."""
+    if not bool(torch.isfinite(weight).all()):
+        raise ConfigError("--model", f"tensor {name} is damaged: it has weights that are no finite numbers")
+    return weight

@@ -121,6 +121,39 @@ def test_a_bfloat16_checkpoint_loses_nothing_in_fp16(v3: Path, tmp_path: Path) -
     torch.testing.assert_close(logprobs(walk), expected(model.eval(), prompt), atol=1e-4, rtol=0)
 
 
+def test_speculation_changes_no_token(v3: Path) -> None:
+    """Drafts are a few rows behind a prefix: neither a prompt's chunk nor one row of a batch."""
+    prompt, found = prompt_of(10, VOCAB) * 4, []
+    for speculate in (0, 6):
+        loaded = load(v3, blocks=16, speculate=speculate)
+        walk = Walk(loaded, 1, prompt, range(8), [40])
+        while len(walk.tokens) < 24:
+            [result] = loaded.engine.step([walk.next_row()])
+            walk.tokens += [result.token, *(more.token for more in result.more)]
+            walk._at += len(result.more)
+        found.append(walk.tokens[:24])
+    assert found[0] == found[1]
+
+
+def test_a_published_configuration_is_read() -> None:
+    """DeepSeek-V2-Lite's, as far as it says anything of its shape."""
+    config = parse_config(
+        {
+            "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512,
+            "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+            "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+            "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000, "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+            "vocab_size": 102400, "rope_scaling": YARN | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        {},
+    )  # fmt: skip
+    assert (config.kv_heads, config.kv_parts, config.head_dim, config.layers) == (1, 1, 576, 27)
+    assert config.rope.attention_factor == 1.0 and config.rope.score_factor > 1.58
+
+
 def test_longrope_ends_where_other_factors_would_hold(tmp_path: Path) -> None:
     """Beyond it transformers turns all keys by other angles, which keys in a cache cannot follow."""
     assert parse_config(V3 | {"rope_scaling": LONGROPE}, {}).max_positions == 128
@@ -210,13 +243,23 @@ EXPERT, BIAS = "model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.2.ml
         (lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(1)}), "has a tensor model.layers.4.eh_proj"),
     ],
 )
-def test_a_checkpoint_that_is_not_the_config_s_is_named(v3: Path, tmp_path: Path, change: Any, problem: str) -> None:
+def test_a_checkpoint_that_is_not_the_config_s_is_named(tmp_path: Path, change: Any, problem: str) -> None:
     write_deepseek(tmp_path, V3 | {"num_nextn_predict_layers": 1})
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"^--model: .*{problem}"):
         resolve_model(str(tmp_path))
+
+
+def test_an_expert_s_damaged_weights_are_named_though_no_row_may_be_its_own(tmp_path: Path) -> None:
+    """The check of the first logits would not see it, and a request in the middle of serving would."""
+    write_deepseek(tmp_path, V3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[EXPERT][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"^--model: tensor {EXPERT} is damaged: "):
+        load(tmp_path, blocks=2)
 
 
 def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:

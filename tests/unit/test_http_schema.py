@@ -209,7 +209,7 @@ BAD_COMPLETION = [
     ({"prompt": [1.5]}, "prompt[0]", "got a number"),
     ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
     ({"best_of": 2}, "best_of", "only 1 is supported"),
-    ({"echo": True}, "echo", "only false is supported"),
+    ({"max_tokens": 0}, "max_tokens", "must be between 1 and"),
     ({"suffix": "x"}, "suffix", 'only "" is supported'),
 ]
 BAD_CHAT = [

@@ -121,6 +121,17 @@ def test_a_computed_prompt_waits_for_its_reader_only_so_long(two: Two) -> None:
     assert all_free(two)
 
 
+def test_what_was_handed_over_holds_no_blocks_while_its_request_goes_on(two: Two) -> None:
+    """A gateway may forget to ask the prefill server for one token only."""
+    two.came()
+    two.wanted()
+    two.saved()
+    two.read()
+    assert two.free()[0].free == BLOCKS
+    two.wanted("E")
+    assert two.failed() == ["conflict"]
+
+
 def test_a_prompt_that_is_not_computed_fails_its_reader_at_once(two: Two) -> None:
     two.came()
     two.wanted()
@@ -174,7 +185,6 @@ def test_a_failed_read_fails_the_fetch(two: Two) -> None:
     two.read("the peer has gone")
     assert two.want().state is WantState.FAILED
     two.left(two.p, "P")
-    two.wait(31)
     two.left(two.d, "D")
     assert all_free(two)
 
