@@ -17,7 +17,7 @@ from pdbus.nodes.node_process import NodeProcess
 from .harm import Harm
 from .moments import Moment, Pids
 from .outcome import Outcome
-from .plan import ENDING, Fault
+from .plan import DYING, Fault
 from .traffic import Traffic
 from tests.live.faults import OPTIONS, TCP, Frozen, ask, pids_of, prompt, until
 from tests.relay import Relay
@@ -75,7 +75,7 @@ class Arena:
         traffic = Traffic(draw, {node.name: clients[node.name] for node in self.cluster.decode}, hurt)
         traffic.count(outcome)
         victim = await self._bring(outcome, asked, clients, pids, traffic)
-        if fault.kind in (*ENDING, "freeze control", "slow"):
+        if fault.kind in DYING:
             hurt.add(victim.name)
         relay = self._relays.get(victim.name)
         harm = Harm(self.cluster, victim, pids[victim.name], relay, draw)

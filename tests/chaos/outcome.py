@@ -21,7 +21,7 @@ BAD = ("unfair", "hung", "wrong", "leaked", "lost")
 @dataclass(slots=True)
 class Outcome:
     """Requests `right`; `cancelled` by their client, right as far as they went; `failed` with an error that the client
-    heard, its own node having been hurt; `unfair`: with an error though its node was not; `hung`; `wrong` tokens.
+    heard, its own node having died; `unfair`: with an error though its node had not; `hung`; `wrong` tokens.
     `leaked`: blocks of a node that are neither free nor cached though nobody has a request. `lost`: processes of nodes
     that were not hurt (control, worker) and are gone."""
 

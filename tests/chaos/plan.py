@@ -14,7 +14,7 @@ AT_BOTH = (
 )  # fmt: skip
 OF_LINK = ("cut", "silence", "delay")  # of the link to a prefill node
 ROLES = ("prefill", "decode")
-ENDING = ("kill control", "kill all", "terminate", "disk full")  # after which the node has to be started again
+DYING = ("kill control", "kill all", "terminate")  # whose clients may hear of errors
 PAIRS = tuple((kind, role) for role in ROLES for kind in (*AT_BOTH, *(OF_LINK if role == "prefill" else ())))
 
 

@@ -20,8 +20,8 @@ LONG_PROMPT, LONG_ANSWER = 6 * CHUNK + 5, 150  # the one that is brought to a st
 
 
 class Traffic:
-    """All requests around one fault. `clients`: of the decode nodes, by name; `hurt`: the one whose clients may hear of
-    errors."""
+    """All requests around one fault. `clients`: of the decode nodes, by name; `hurt`: the one that dies, if any, whose
+    clients may hear of errors."""
 
     def __init__(self, draw: random.Random, clients: Mapping[str, Client], hurt: Collection[str]) -> None:
         self._draw, self._clients, self._hurt = draw, clients, hurt
