@@ -81,9 +81,21 @@ class LinearMaker:
             raise ConfigError("--weights", "fp16 needs FBGEMM, which this PyTorch or processor has not; use float32")
         self._weights, self._packs, self._deterministic = weights, packs, deterministic
         self._tiles: dict[tuple[str, torch.Size], tuple[int, ...]] = {}
+        self._made: list[tuple[Linear, int]] = []  # with the channels that go in
 
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The linear of `weight` [out, in] and `bias` [out]. `name` is the tensor's, for errors."""
+        linear = self._best(name, weight, bias)
+        self._made.append((linear, weight.shape[1]))
+        return linear
+
+    def touch(self) -> Iterator[None]:
+        """One row through each linear in turn: its weights are in the caches afterwards."""
+        for linear, channels in self._made:
+            linear(torch.zeros(1, channels))
+            yield
+
+    def _best(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         for form, pack in self._forms(name, weight):
             linear = pack(weight, bias)
             if not self._deterministic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -76,7 +76,7 @@ class TorchEngine:
         torch.set_num_threads(1 if args.deterministic else args.threads)
         self._device, self._dtype = check_device(args)
         packs = self._device.type == "cpu" and self._dtype is torch.float32
-        make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
+        self._make = make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
         group = meet(args)
@@ -253,6 +253,12 @@ class TorchEngine:
             logits = self._forward([tokens], [span], cache)
             assert logits is not None
             self._check_finite(logits)
+
+    @torch.inference_mode()
+    def touch(self) -> Iterator[None]:
+        """The weights. A device's memory does not cool down."""
+        if self._device.type == "cpu":
+            yield from self._make.touch()
 
 
 def _with_drafts(span: Span, drafts: int) -> Span:
