@@ -412,7 +412,6 @@ class Control:
                 self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
                 self.measures.read_ended(message)
-                self._warm()
                 self.post(
                     ev.ReadEnded(
                         read=message.read,
@@ -439,6 +438,8 @@ class Control:
     def _start_read(self, e: ev.StartRead) -> None:
         source, target = pack_u32(e.source), pack_u32(e.target)
         self.mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
+        if e.end < len(self.intake.prompt(e.request)):  # the last chunk's is followed by a step at once
+            self._warm()
 
     def _advertise(self, e: ev.AdvertiseLeases) -> None:
         self.mover.send(ipc.Advertise(leases=e.leases))
