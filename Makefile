@@ -2,7 +2,7 @@
 # make test    everything CI tests, in under 10 minutes on two cores
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-long bench lint check-wheel clean
+.PHONY: help setup demo test check-long chaos fuzz bench lint check-wheel vllm test-vllm clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
-	@echo "make setup | demo | test | check-long | bench | lint | check-wheel | clean"
+	@echo "make setup | demo | test | check-long | chaos | fuzz | bench | lint | check-wheel | vllm | test-vllm | clean"
 
 setup: $(READY)
 
@@ -35,11 +35,21 @@ PURE := tests/unit tests/machines tests/sim tests/wire
 # what needs no machine to itself first, on two cores; then real clusters, one after the other
 test: $(READY)
 	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
-	$(BIN)/pytest -q -m "not long" tests/live
+	$(BIN)/pytest -q -m "not long" tests/live tests/chaos tests/fuzz
 
 check-long: $(READY)
 	$(BIN)/pytest -q -n 2 $(PURE)
-	$(BIN)/pytest -q tests/live
+	$(BIN)/pytest -q tests/live tests/chaos tests/fuzz
+
+# kills, freezes, cuts and full disks at every step of a hand-off, on two clusters at a time
+FAULTS ?= 506
+SEED ?= 1
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+
+# a million messages and 100,000 HTTP requests of garbage and near misses
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --seed $(SEED)
 
 bench: $(READY)
 	$(BIN)/pd bench transfer
@@ -55,9 +65,22 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# a tier of its own, with vLLM's CPU build in an environment of its own (docs/vllm.md)
+VLLM := .venv-vllm
+
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml .ci/vllm.sh
+	@echo "installing pdbus and vLLM's CPU build into $(VLLM): some minutes, 4 GB"
+	@.ci/vllm.sh $(VLLM) $(PYTHON)
+	@touch $@
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest -q tests/vllm
+
 check-wheel: $(READY)
 	$(BIN)/python .ci/check_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ from .errors import (
     RemoteProtocolError,
     RequestError,
 )
-from .generation import Generation
+from .generation import Conversation, Generation
 from .messages import Finished, Published, Sampling, Token
 from .subscription import Subscription
 from .sync import SyncClient, SyncGeneration, SyncSubscription
@@ -25,6 +25,7 @@ __all__ = [
     "Client",
     "Closed",
     "ConfigError",
+    "Conversation",
     "DeadlineExceeded",
     "Finished",
     "Generation",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, TypeVar
@@ -34,6 +35,7 @@ from .wire import FRAMES_MAX, Header
 INBOUND_LINKS_MAX = 16_384  # ROUTER never says that a peer has left: the longest unused are forgotten
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 5000  # ZeroMQ's own back-off; it jitters
 BACKLOG = 1024
+DESCRIPTORS_KEPT = 32  # for who calls us, for files and children: no link of ours takes the last ones
 SECRET_BYTES = 16  # of a connection's identity, with keys: who knew it could take over its answers
 FORBIDDEN = "forbidden"  # code of what a key may not do
 LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
@@ -169,10 +171,12 @@ class Endpoint:
         return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def connect(self, address: str, *, setting: str = "address") -> str:
-        """Open a link to the peer bound at `address` and return its name. Raises ConfigError for what is no address.
+        """Open a link to the peer bound at `address` and return its name. Raises ConfigError for what is no address,
+        and when descriptors are scarce.
 
         Returns at once: what is sent before the peer answers is queued.
         """
+        _check_descriptors(address, setting)
         keys = self._keys_at(address, setting)
         public = keys[self._key_turns.get(address, 0) % len(keys)] if keys else ""
         self._opened += 1
@@ -468,6 +472,14 @@ class Endpoint:
         socket = self.context.socket(kind)
         configure(socket, address)
         return socket
+
+
+def _check_descriptors(address: str, setting: str) -> None:
+    """A process without any left could not even say so."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit - len(os.listdir("/dev/fd")) < DESCRIPTORS_KEPT:
+        problem = f"cannot connect to {address}: of {limit} descriptors fewer than {DESCRIPTORS_KEPT} are left"
+        raise ConfigError(setting, f"{problem}: raise `ulimit -n`")
 
 
 def _close(link: _Link, linger_ms: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import wire
 from .answers import exception_of
@@ -21,7 +21,15 @@ CANCEL_S = 5.0  # for the node to say how a cancelled generation ended
 REQUEST_BYTES_MAX = wire.FRAME_BYTES_MAX - (64 << 10)  # leaves room for the header in what one message may have
 UNENCODABLE = (TypeError, OverflowError, ValueError, RecursionError)  # UnicodeEncodeError is a ValueError
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+class Conversation(NamedTuple):
+    """Chat messages, and the tools that the model is told of, as OpenAI's API writes both."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Conversation
 
 
 class Generation:
@@ -174,8 +182,10 @@ def generate_message(
     client_id: str, prompt: Prompt, model: str, sampling: Sampling, deadline_ms: int, credit: int
 ) -> Generate:
     """Raises RequestError, naming the parameter, for what no node would take."""
-    text = messages = tokens = None
-    if isinstance(prompt, str):
+    text = messages = tokens = tools = None
+    if isinstance(prompt, Conversation):
+        messages, tools = tuple(map(dict, prompt.messages)), tuple(map(dict, prompt.tools)) or None
+    elif isinstance(prompt, str):
         text = prompt
     elif _is_conversation(prompt):
         messages = tuple(dict(item) for item in prompt if isinstance(item, Mapping))
@@ -188,6 +198,7 @@ def generate_message(
             text=text,
             messages=messages,
             tokens=tokens,
+            tools=tools,
             sampling=sampling,
             deadline_ms=deadline_ms,
             credit=credit,

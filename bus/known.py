@@ -56,6 +56,7 @@ class Known:
     epoch: int = 0
     agents: dict[int, Agent] = field(default_factory=dict)  # of that epoch, by rank
     load: Heartbeat | None = None
+    load_ns: int = 0
     last_heard_ns: int = 0
     cut_since_ns: int | None = None  # until something is heard again
     draining: bool = False
@@ -161,6 +162,7 @@ class Known:
             agents=tuple(self.agents[rank] for rank in sorted(self.agents)),
             hello=self.hello,
             load=self.load,
+            load_ns=self.load_ns,
             last_heard_ns=self.last_heard_ns,
             draining=self.draining,
             busy=self.busy,

@@ -77,6 +77,7 @@ class Peer(Declared):
     agents: tuple[Agent, ...] = ()  # of that epoch, by rank
     hello: Hello | None = None
     load: Heartbeat | None = None
+    load_ns: int = 0  # when it came
     last_heard_ns: int = 0
     draining: bool = False
     busy: bool = False
@@ -215,6 +216,8 @@ class OwnLoadChanged(MembershipEvent):
     waiting_prefill_tokens: int
     running: int
     free_blocks: int
+    prefill_tokens_per_s: int = 0
+    prefill_step_us: int = 0
 
 
 class DrainStarted(MembershipEvent):

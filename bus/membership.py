@@ -189,7 +189,11 @@ class Membership:
 
     def _own_load_changed(self, event: ms.OwnLoadChanged, now_ns: int) -> list[ms.MembershipEffect]:
         self._load = Heartbeat(
-            waiting_prefill_tokens=event.waiting_prefill_tokens, running=event.running, free_blocks=event.free_blocks
+            waiting_prefill_tokens=event.waiting_prefill_tokens,
+            running=event.running,
+            free_blocks=event.free_blocks,
+            prefill_tokens_per_s=event.prefill_tokens_per_s,
+            prefill_step_us=event.prefill_step_us,
         )
         return []
 
@@ -449,7 +453,7 @@ class Membership:
         effects: list[ms.MembershipEffect] = []
         known = self._roster.get(event.header.from_)
         if known is not None:
-            known.load = event.message
+            known.load, known.load_ns = event.message, now_ns
             effects = self._listen(known, event.link, now_ns)
             if known.out and event.message.epoch > (known.epoch if known.agents else 0):
                 effects.append(known.say(known.out, self._hello))  # a cut took its agents; they follow a hello

@@ -97,6 +97,7 @@ class Sampling(Declared):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     json_schema: str = ""  # as JSON text: the answer is JSON that follows it; '': anything
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first; computed on D
 
 
 class TokenLogprob(Declared):
@@ -169,6 +170,8 @@ class Heartbeat(Message):
     free_blocks: int = 0
     reply: bool = False
     epoch: int = 0  # of the agents that the sender has announced, 0 before any: who missed them says hello again
+    prefill_tokens_per_s: int = 0  # lately; 0: not measured
+    prefill_step_us: int = 0  # a step of these beside its tokens
 
 
 class Goodbye(Message):
@@ -291,6 +294,7 @@ class Generate(Message):
     sampling: Sampling = Sampling()
     deadline_ms: int = 300_000
     credit: int = 1024  # tokens the client is willing to have unacknowledged
+    tools: tuple[dict[str, Any], ...] | None = None  # with messages: what the chat template is given as its tools
 
 
 class Token(Message):
@@ -304,6 +308,9 @@ class Token(Message):
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     pieces: tuple[tuple[bytes, ...], ...] = ()  # with logprobs, per token: its own bytes, then those of each in `top`
+    prompt: bytes = b""  # u32, the prompt's tokens: with the first message, if their logprobs were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of these but the first
+    prompt_pieces: tuple[tuple[bytes, ...], ...] = ()  # of all of these
 
 
 class Credit(Message):
@@ -373,6 +380,7 @@ class PrefillRequest(Message):
     prompt_tokens: int
     prompt_digest: bytes  # xxh3_128 of the ids
     digests: bool = False  # whether block_digests are wanted
+    pair: bytes = b""  # in the prompt's place: names the request that another server was given together with this one
 
 
 class PrefillAccepted(Message):

@@ -170,6 +170,7 @@ class Fetch:
             prompt_tokens=asked.prompt_tokens,
             prompt_digest=asked.prompt_digest,
             digests=digests,
+            pair=asked.pair,
         )
 
     def row(self, target_size: int) -> dict[str, Any]:

@@ -253,6 +253,7 @@ class FetchAsked(FetchEvent):
     blocks: tuple[int, ...]
     deadline_ns: int
     bytes_per_s: int = 0  # recent bandwidth from that node; 0: unknown
+    pair: bytes = b""  # names the request that the prefill node has of its own; b'': it is told the prompt
 
 
 class OwnerSaid(FetchEvent):

@@ -124,6 +124,8 @@ class RowResult(Declared):
     wrong_kv: str = ""
     problem: str = ""
     digests: bytes = b""
+    prompt_from: int = 0  # where in the prompt the tokens stand whose log-probabilities follow, if they are wanted
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class StepDone(FromWorker):

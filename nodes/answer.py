@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdbus.bus.messages import Sampling, Token, TokenLogprob
-from pdbus.bus.wire import pack_u32
+from pdbus.bus.wire import pack_u32, replace
 from pdbus.nodes.text import StopChecker
 
 
@@ -28,6 +28,7 @@ class Answer:
     text: str = ""  # complete, not yet sent
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens not yet sent
     pieces: list[tuple[bytes, ...]] = field(default_factory=list)  # beside them, of each and its rivals
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens but the first
 
     def take(self, token: int, logprob: TokenLogprob | None) -> bool:
         """Append one token. True when it ends the answer."""
@@ -39,9 +40,32 @@ class Answer:
         self.text += text
         return reason is not None
 
+    def scored(self, first: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Of the prompt's tokens from `first` on. What is computed a second time is known already."""
+        self.prompt_logprobs += logprobs[1 + len(self.prompt_logprobs) - first :]
+
     def message(self) -> Token:
-        """Everything taken and not yet sent."""
-        message = Token(
+        """Everything taken and not yet sent; at first what the prompt's tokens were scored."""
+        message = self._message()
+        if self.sampling.prompt_logprobs is not None and not self.sent:
+            message = replace(
+                message,
+                prompt=pack_u32(self.prompt),
+                prompt_logprobs=tuple(self.prompt_logprobs),
+                prompt_pieces=self._prompt_pieces(),
+            )
+        self.sent, self.text, self.logprobs, self.pieces = len(self.tokens), "", [], []
+        return message
+
+    def _prompt_pieces(self) -> tuple[tuple[bytes, ...], ...]:
+        rivals = [(), *(one.top for one in self.prompt_logprobs)]
+        return tuple(
+            (self.piece(token), *(self.piece(other) for other, _ in top))
+            for token, top in zip(self.prompt, rivals, strict=False)
+        )
+
+    def _message(self) -> Token:
+        return Token(
             client_id=self.client_id,
             request=self.request,
             index=self.sent,
@@ -50,5 +74,3 @@ class Answer:
             logprobs=tuple(self.logprobs),
             pieces=tuple(self.pieces),
         )
-        self.sent, self.text, self.logprobs, self.pieces = len(self.tokens), "", [], []
-        return message

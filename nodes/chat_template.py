@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -16,8 +17,13 @@ import jinja2.sandbox
 from pdbus.bus.errors import ConfigError
 
 
-def compile_template(source: str) -> Callable[..., str]:
-    """The template as a function of its variables. Raises ConfigError naming `--model` when it is no template."""
+class Template(NamedTuple):
+    render: Callable[..., str]  # of its variables
+    takes_tools: bool  # it does something with the variable `tools`
+
+
+def compile_template(source: str) -> Template:
+    """Raises ConfigError naming `--model` when it is no template."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
@@ -25,7 +31,8 @@ def compile_template(source: str) -> Callable[..., str]:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     try:
-        return environment.from_string(source).render
+        used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return Template(environment.from_string(source).render, "tools" in used)
     except jinja2.TemplateSyntaxError as e:
         raise ConfigError("--model", f"its chat template is broken at line {e.lineno}: {e.message}") from None
 

@@ -23,6 +23,8 @@ from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
 from . import values
+from .logs import FORMS
+from .placing import POLICIES
 from .values import split_address
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -73,6 +75,7 @@ class NodeConfig(Declared):
     max_running: int  # sequences in one step
     max_batch_tokens: int
     prefill_chunk: int  # tokens
+    prefill_policy: str  # placing.POLICIES
 
     lease_ns: int
     renew_ns: int
@@ -86,6 +89,7 @@ class NodeConfig(Declared):
     coded_step_ms: float
     coded_token_us: float
 
+    log_format: str  # logs.FORMS
     record: str  # folder; "": not recorded
     record_max: int  # bytes
     record_tokens: bool
@@ -249,6 +253,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Most sequences in one step.", "64"),
     Setting("prefill_chunk", "Scheduling", "TOKENS", values.whole(1, 1 << 20),
             lambda c, host: min(256, c["max_batch_tokens"]), "Most tokens of one prompt in one step.", "256"),
+    Setting("prefill_policy", "Scheduling", "WHERE", values.choice(*POLICIES), POLICIES[0],
+            "Where a decode node has prompts computed: remote, on prefill nodes; auto, where it is sooner; local."),
     Setting("cpus", "Scheduling", "LIST", values.cores, (), "Cores to use: 0,2-3.", "all"),
     Setting("threads", "Scheduling", "N", values.whole(1, 1024),
             lambda c, host: max(1, len(c["cpus"] or host.cpus) // c["tp"]), "Threads of a worker.",
@@ -268,6 +274,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("coded_step_ms", "Coded engine", "MS", values.real(0, 60_000, "milliseconds"), 0.0, "Time of a step."),
     Setting("coded_token_us", "Coded engine", "US", values.real(0, 1_000_000, "microseconds"), 0.0,
             "Time that each token adds to a step."),
+    Setting("log_format", "Trace", "FORM", values.choice(*FORMS), FORMS[0],
+            "Of the log on standard error. text: a line for people; json: an object a line."),
     Setting("record", "Trace", "DIR", str, "", "Record every decision into this folder.", "no recording"),
     Setting("record_max", "Trace", "SIZE", values.size(TOTAL_BYTES_LEAST), TOTAL_BYTES_MAX,
             "Keep at most so much of this node's recordings: the newest.", "4GiB"),

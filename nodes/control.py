@@ -40,6 +40,7 @@ from .core import NodeCore
 from .intake import Intake
 from .key_watch import KeyWatch
 from .kv_checks import wrong_digest
+from .logs import set_up_logs
 from .machine_config import core_config, membership_config
 from .measures import Measures
 from .rank_children import agents_of, movers, workers
@@ -57,7 +58,7 @@ log = logging.getLogger("pdbus")
 
 def run_node(config: NodeConfig) -> int:
     """Run a node until it has drained. Returns the exit status; raises ConfigError for what cannot work."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {config.name} %(message)s", datefmt="%H:%M:%S")
+    set_up_logs(config.name, config.log_format)
     setup = set_up(config)
     status: int = uvloop.run(_run(config, setup))
     return status
@@ -96,8 +97,8 @@ class Control:
         self._starts = {"worker": 0, "mover": 0}
         self._mover_asked = False
         self._signals = 0
+        self._ready, self._loaded = False, ""  # what the log says of it
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._watchers: list[Callable[[], None]] = []
         self.measures = Measures()
         self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
@@ -207,8 +208,6 @@ class Control:
         finally:
             self._turning = False
         self._arm()
-        for watch in tuple(self._watchers):
-            watch()
 
     def _turn(self, event: ev.NodeEvent) -> None:
         now = time.monotonic_ns()
@@ -217,6 +216,10 @@ class Control:
         self.measures.turn(event, effects)
         if was is None and self.core.drain_until is not None:  # a signal's doing, or a client's
             log.info("draining")
+        if self._ready is bool(report.not_ready(self.core)):
+            self._ready = not self._ready
+            if self._ready:
+                log.info("is ready: %s", self._loaded)
         for effect in effects:
             _CARRY_OUT[type(effect)](self, effect)
 
@@ -228,26 +231,6 @@ class Control:
         if deadline is not None and not self._ended.done():
             wait_s = max((deadline - time.monotonic_ns()) / 1e9, TICK_MIN_S)
             self._timer = self._loop.call_later(wait_s, self.post, ev.Tick())
-
-    async def until(self, true: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something is true of the core; False when it was not in time."""
-        if true():
-            return True
-        done = asyncio.Event()
-
-        def watch() -> None:
-            if true():
-                done.set()
-
-        self._watchers.append(watch)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await done.wait()
-            return True
-        except TimeoutError:
-            return False
-        finally:
-            self._watchers.remove(watch)
 
     # ------------------------------------------------------------ the bus
 
@@ -292,7 +275,7 @@ class Control:
         match message:
             case ipc.WorkerReady():
                 self._starts["worker"] = 0
-                log.info("worker %d ready in %.1f s", message.pid, message.load_ns / 1e9)
+                self._loaded = f"worker {message.pid} loaded in {message.load_ns / 1e9:.1f} s"
                 self.post(ev.WorkerUp())
             case ipc.StepDone():
                 self._step_done(message)
@@ -311,6 +294,9 @@ class Control:
         if not self.core.scheduler.busy or done.step != self.core.scheduler.step:
             return
         self.measures.step_ended(done.rows)
+        for row in done.rows:
+            if row.prompt_logprobs:
+                self.intake.scored(row.seq, row.prompt_from, row.prompt_logprobs)
         rows = tuple(self._row_ended(row) for row in done.rows)
         self.post(ev.StepEnded(step=done.step, rows=rows, compute_ns=done.compute_ns))
 
@@ -492,6 +478,9 @@ class Control:
     def _publish(self, e: ev.Publish) -> None:
         if e.topic == "node" and (line := report.news(e.event, e.data)):
             log.info("%s", line)
+        elif e.event == "attempt.failed":
+            named = {"request": e.data["request"], "attempt": e.data["attempt"], "peer": e.data["node"]}
+            log.warning("attempt failed: %s", e.data["cause"], extra=named)
         self.publisher.publish(e.topic, e.event, e.data)
 
     def _drained(self, e: ev.Drained) -> None:

@@ -14,6 +14,7 @@ from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
     Agent,
+    Heartbeat,
     LeaseReleased,
     LeaseRenew,
     LeaseRenewed,
@@ -39,7 +40,8 @@ from pdbus.connector.timers import earliest
 from . import events as ev
 from .decode import Request, Requests, Source
 from .kv_checks import KvChecks
-from .peers import Peers, peer_key
+from .peers import Peers, key_of, peer_key
+from .places import Places
 from .prefill import Prefills
 from .scheduler import Limits, Scheduler
 
@@ -63,6 +65,7 @@ class CoreConfig(Declared):
     block_bytes: int
     max_model_len: int
     limits: Limits = Limits()
+    prefill_policy: str = "remote"  # placing.POLICIES
     running_max: int = 64
     waiting_max: int = 1024  # requests; one more is answered overloaded
     skip_sampling: bool = False
@@ -94,6 +97,13 @@ class NodeCore:
             stage=self._stage if config.handoff.staged else None,
         )
         self.peers = Peers(membership, reads=config.decodes)
+        self.places = Places(
+            self.scheduler,
+            block_size=config.block_size,
+            block_bytes=config.block_bytes,
+            chunk_tokens=min(config.limits.prefill_chunk, config.limits.max_batch_tokens),
+        )
+        self._placed: list[ev.Publish] = []  # said when admission is over
         self.requests = Requests(
             self.pool,
             self.scheduler,
@@ -131,7 +141,10 @@ class NodeCore:
             self._reads_are_over(now, out)
         if self.mover_up and not self.healing and self._late_reads_hold_too_much():
             self._heal(now, out)
-        for fetch in self.requests.admit(now):
+        fetches = self.requests.admit(now)
+        placed, self._placed = self._placed, []
+        out += placed
+        for fetch in fetches:
             self._fetch(fetch, now, out)
         if self.worker_up and not self.scheduler.busy:
             self._plan(out)
@@ -157,6 +170,8 @@ class NodeCore:
 
     def _message(self, event: ev.MessageCame[Message], now: int, out: list[ev.NodeEffect]) -> None:
         message, header = event.message, event.header
+        if isinstance(message, Heartbeat) and message.reply:  # what the answer says is true now
+            self._membership(self._load(now), now, out)
         if not self._membership(ms.event_of(event.link, header, message), now, out):
             return
         if isinstance(message, PrefillRequest) and (failed := self._unfit(message)):
@@ -251,13 +266,21 @@ class NodeCore:
 
     # ------------------------------------------------------------ fetching
 
-    def _choose(self, r: Request, now: int) -> Source | None:
+    def _choose(self, r: Request, cached: int, now: int) -> Source | None:
         """The prefill node for a request's next attempt, or None: computed here."""
-        if self.healing:  # its mover takes no new reads
+        if self.healing or self.config.prefill_policy == "local":  # healing: its mover takes no new reads
             return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self.config.handoff.attempt_ns):
             return None
-        return self.peers.next_source(r.request, now, lambda p: self._can_prefill(p, r))
+        if self.config.prefill_policy == "remote":
+            return self.peers.next_source(r.request, now, lambda p: self._can_prefill(p, r))
+        peers = self.peers.good_sources(now, lambda p: self._can_prefill(p, r))
+        if not peers:
+            return None
+        asked = self.requests.asked_tokens()
+        peer, placed = self.places.choose(r, cached, peers, asked, self.requests.running, now)
+        self._placed.append(placed)
+        return self.peers.ask(r.request, peer) if peer else None
 
     def _can_prefill(self, p: ms.Peer, r: Request) -> bool:
         longest = p.hello.max_model_len if p.hello else 0
@@ -291,6 +314,8 @@ class NodeCore:
         r = self.requests.get(request)
         assert r is not None
         out += self.peers.fetched(request, r.node)
+        if (peer := self.peers.get(r.node)) is not None:
+            self.places.fetched(key_of(peer), r, now)
         if not self.config.handoff.staged:
             self.requests.fetched(request, now)
             return
@@ -344,6 +369,7 @@ class NodeCore:
     # ------------------------------------------------------------ worker
 
     def _step_ended(self, event: ev.StepEnded, now: int, out: list[ev.NodeEffect]) -> None:
+        self.places.step_ended(event, now)
         rows = {row.seq: row for row in event.rows}
         failed = [row.seq for row in event.rows if row.problem]
         several = {row.seq: row.tokens for row in event.rows if row.tokens != 1}
@@ -440,10 +466,17 @@ class NodeCore:
         whose = self._reads.pop(event.read, None)
         if whose is not None:
             self.requests.read_ended(*whose, event.bytes, event.transfer_ns, now)
+            self._read_measured(whose[0], event, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:
             self._fetch(ho.ReadDone(read=event.read), now, out)
+
+    def _read_measured(self, request: bytes, event: ev.ReadEnded, now: int) -> None:
+        r = self.requests.get(request)
+        peer = self.peers.get(r.node) if r is not None else None
+        if peer is not None and not event.problem:
+            self.places.read_ended(key_of(peer), event.bytes, event.transfer_ns, now)
 
     def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:
         self._fetch(ho.ReadOverdue(read=event.read, problem=event.problem), now, out)
@@ -477,7 +510,7 @@ class NodeCore:
         out.append(ev.Drained())
 
     def _tick(self, event: ev.Tick, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(self._load(), now, out)
+        self._membership(self._load(now), now, out)
         self._membership(ms.Tick(), now, out)
         out += self.peers.tick(now)
         out += self.prefills.handle(ho.OfferTick(), now)
@@ -488,11 +521,14 @@ class NodeCore:
         if self.drain_until is not None and self.drain_until <= now and not self._drained:
             self._leave(ev.LeaveAsked(), now, out)
 
-    def _load(self) -> ms.OwnLoadChanged:
+    def _load(self, now: int) -> ms.OwnLoadChanged:
+        tokens_per_s, step_us = self.places.steps.said(now)
         return ms.OwnLoadChanged(
             waiting_prefill_tokens=self.scheduler.waiting_tokens(),
             running=len(self.requests) - self.requests.waiting,
             free_blocks=self.pool.available(),
+            prefill_tokens_per_s=tokens_per_s,
+            prefill_step_us=step_us,
         )
 
 

@@ -76,7 +76,7 @@ class Request:
     have: int = 0  # tokens that were here before its last attempt
     attempts: int = 0
     tried: tuple[str, ...] = ()
-    local_only: bool = False  # for good: it has run here, or no attempt is left
+    local_only: bool = False  # for good: asked for, it has run here, or no attempt is left
     generated: int = 0
     acknowledged: int = 0
     worker_losses: int = 0  # while it was in the step
@@ -93,9 +93,10 @@ class Requests:
         *,
         max_model_len: int,
         running_max: int,
-        choose: Callable[[Request, int], Source | None],
+        choose: Callable[[Request, int, int], Source | None],
     ) -> None:
-        """`choose(request, now)` names the prefill node for its next attempt, or None for computing it here."""
+        """`choose(request, cached, now)` names the prefill node for its next attempt, or None for computing it here,
+        where so many tokens are cached."""
         self._pool = pool
         self._scheduler = scheduler
         self._max_model_len = max_model_len
@@ -132,6 +133,19 @@ class Requests:
         """How many requests fetch from each prefill node that any fetches from, now."""
         return self._fetching
 
+    def asked_tokens(self) -> dict[str, int]:
+        """By prefill node that is asked for any: tokens of prompts that it has not finished."""
+        asked: dict[str, int] = {}
+        for r in self._requests.values():
+            if r.state is State.FETCHING and not r.marks.prefill_done:
+                asked[r.node] = asked.get(r.node, 0) + r.prompt_tokens
+        return asked
+
+    @property
+    def running(self) -> int:
+        """Those whose answers are being computed here."""
+        return sum(r.state is State.RUNNING for r in self._requests.values())
+
     @property
     def waiting(self) -> int:
         return len(self._waiting)
@@ -161,6 +175,7 @@ class Requests:
             deadline_ns=now + event.deadline_ns,
             credit=event.credit,
             marks=Marks(arrived=now),
+            local_only=event.local,
         )
         self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
         self._waiting.append(r)
@@ -180,7 +195,7 @@ class Requests:
             cached = reservation.cached_tokens
             if not r.marks.admitted:
                 r.marks.admitted, r.cached_tokens = now, cached
-            source = None if self._stays_local(r, cached) else self._choose(r, now)
+            source = None if self._stays_local(r, cached) else self._choose(r, cached, now)
             if source is None:
                 self._run(r, cached)
             else:

@@ -2,29 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
-
-from pdbus.bus.messages import Agent, Geometry, Message, Sampling, Timeline, TryId
-from pdbus.bus.wire import Declared, Header
+from pdbus.bus.messages import Sampling, Timeline, TryId
+from pdbus.bus.wire import Declared
+from pdbus.connector.events import (
+    AddPeer,
+    AdvertiseLeases,
+    CloseLink,
+    DrainAsked,
+    Drained,
+    JoinAsked,
+    LeaveAsked,
+    LinkFailed,
+    LinkLost,
+    LinkOpened,
+    MessageCame,
+    MoverLost,
+    MoverUp,
+    NodeEffect,
+    NodeEvent,
+    OpenLink,
+    PeerAddEnded,
+    Publish,
+    ReadDoubtful,
+    ReadEnded,
+    RemovePeer,
+    RestartMover,
+    Send,
+    StartRead,
+    Tick,
+    WatchChanged,
+)
 from pdbus.connector.ipc import StepRow
 from pdbus.connector.staging import Way
 
-M_co = TypeVar("M_co", bound=Message, covariant=True)  # so that a recording is read back with its message typed
+__all__ = [
+    "AddPeer",
+    "AdvertiseLeases",
+    "CancelAsked",
+    "CheckKv",
+    "ClientGone",
+    "CloseLink",
+    "CloseSequence",
+    "CopyEnded",
+    "CreditGiven",
+    "DrainAsked",
+    "Drained",
+    "EmitToken",
+    "EndRequest",
+    "FirstTokenTaken",
+    "GenerateAsked",
+    "JoinAsked",
+    "KvChecked",
+    "LeaveAsked",
+    "LinkFailed",
+    "LinkLost",
+    "LinkOpened",
+    "MessageCame",
+    "MoverLost",
+    "MoverUp",
+    "NodeEffect",
+    "NodeEvent",
+    "OpenLink",
+    "OpenSequence",
+    "PeerAddEnded",
+    "Publish",
+    "ReadDoubtful",
+    "ReadEnded",
+    "RemoveAsked",
+    "RemovePeer",
+    "RestartMover",
+    "RestartWorker",
+    "RunStep",
+    "Send",
+    "StartCopy",
+    "StartRead",
+    "StepEnded",
+    "StepRowEnded",
+    "TakeFirstToken",
+    "Tick",
+    "WatchChanged",
+    "WorkerLost",
+    "WorkerUp",
+]
 
 # ---------------------------------------------------------------- heard
-
-
-class NodeEvent(Declared, tag_field="t", tag=True):
-    pass
-
-
-class MessageCame(NodeEvent, Generic[M_co]):
-    """Any message but generate. `block_hashes` for a prefill.request only: of its prompt's full blocks."""
-
-    link: str
-    header: Header
-    message: M_co
-    block_hashes: tuple[bytes, ...] = ()
 
 
 class GenerateAsked(NodeEvent):
@@ -39,6 +100,7 @@ class GenerateAsked(NodeEvent):
     sampling: Sampling
     deadline_ns: int  # a duration
     credit: int
+    local: bool = False  # its prompt is computed here, whatever the policy
 
 
 class CancelAsked(NodeEvent):
@@ -93,39 +155,6 @@ class WorkerLost(NodeEvent):
     problem: str
 
 
-class MoverUp(NodeEvent):
-    """The mover of every rank is ready; the shell built their agents from what they reported, under the present
-    epoch."""
-
-    agents: tuple[Agent, ...]
-
-
-class MoverLost(NodeEvent):
-    """The mover's process has been reaped: none of its reads writes any more. `asked`: by RestartMover."""
-
-    problem: str
-    asked: bool
-
-
-class PeerAddEnded(NodeEvent):
-    """The mover has loaded a peer's agent, or could not."""
-
-    peer: str
-    problem: str = ""
-
-
-class ReadEnded(NodeEvent):
-    read: int
-    problem: str = ""
-    bytes: int = 0
-    transfer_ns: int = 0
-
-
-class ReadDoubtful(NodeEvent):
-    read: int
-    problem: str
-
-
 class KvChecked(NodeEvent):
     """The answer to CheckKv. `problem` is '' when all digests are as they should be."""
 
@@ -144,80 +173,11 @@ class CopyEnded(NodeEvent):
     in_step: bool = False
 
 
-class LinkOpened(NodeEvent):
-    address: str
-    link: str
-
-
-class LinkFailed(NodeEvent):
-    """The address cannot even be tried."""
-
-    address: str
-    problem: str
-
-
-class LinkLost(NodeEvent):
-    """The connection under a link that we opened was cut."""
-
-    link: str
-    reason: str = ""
-
-
-class JoinAsked(NodeEvent):
-    address: str
-
-
 class RemoveAsked(NodeEvent):
     target: str
 
 
-class WatchChanged(NodeEvent):
-    """Whether the shell itself watches this peer (bus/members.py): no heartbeats and renewals go along that link."""
-
-    peer: str
-    watched: bool
-
-
-class DrainAsked(NodeEvent):
-    pass
-
-
-class LeaveAsked(NodeEvent):
-    """End at once: a second signal, or the drain's time is up."""
-
-
-class Tick(NodeEvent):
-    pass
-
-
 # ---------------------------------------------------------------- decided
-
-
-class NodeEffect(Declared, tag_field="t", tag=True):
-    pass
-
-
-class Send(NodeEffect, Generic[M_co]):
-    """Send on this link. For a prefill.request the shell adds the prompt's ids as a raw frame."""
-
-    link: str
-    to: str
-    to_inc: bytes
-    message: M_co
-    cause: int = 0
-
-
-class OpenLink(NodeEffect):
-    """Open a link; answered by LinkOpened or LinkFailed."""
-
-    address: str
-
-
-class CloseLink(NodeEffect):
-    """`flush`: let what is queued leave first."""
-
-    link: str
-    flush: bool = False
 
 
 class OpenSequence(NodeEffect):
@@ -269,31 +229,6 @@ class EndRequest(NodeEffect):
     retry_after_ms: int = 0
 
 
-class AddPeer(NodeEffect):
-    """Give a peer's agents, one for each of its ranks, to the mover. `peer` names node, incarnation and epoch."""
-
-    peer: str
-    geometry: Geometry
-    agents: tuple[Agent, ...]
-
-
-class RemovePeer(NodeEffect):
-    peer: str
-
-
-class StartRead(NodeEffect):
-    """Read tokens `begin` to `end`: `source` and `target` are the peer's blocks and ours that hold them, in order.
-    `request` tells people whose read it is."""
-
-    read: int
-    peer: str
-    begin: int
-    end: int
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-    request: bytes = b""
-
-
 class CheckKv(NodeEffect):
     """Compare the digests of what was read with what the prefill node said, and answer KvChecked. `blocks` hold tokens
     `begin` to `end`; digests are of these as if cut into blocks of `size`. `node` is who prefilled, for people."""
@@ -318,28 +253,5 @@ class StartCopy(NodeEffect):
     request: bytes = b""
 
 
-class AdvertiseLeases(NodeEffect):
-    leases: int
-
-
-class RestartMover(NodeEffect):
-    """End the mover, if one runs, as soon as its reads allow, and answer MoverLost; if none runs, start one whose
-    agent name carries `epoch`, and answer MoverUp."""
-
-    epoch: int
-
-
 class RestartWorker(NodeEffect):
     """Start another worker in the place of the one that was reaped."""
-
-
-class Publish(NodeEffect):
-    """What may be lost: node, request and lease events."""
-
-    topic: str
-    event: str
-    data: dict[str, object]
-
-
-class Drained(NodeEffect):
-    """Nothing is left that anyone waits for: the node may exit."""

@@ -44,7 +44,7 @@ from . import events as ev
 from . import report
 from .answer import Answer
 from .json_schema import check_schema
-from .limits import check_bias, check_deadline, check_sampling, check_stop_ids, too_long
+from .limits import check_bias, check_deadline, check_sampling, check_scored, check_stop_ids, too_long
 from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .control import Control
 
 JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
+JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
@@ -144,6 +145,7 @@ class Intake:
                     await asyncio.to_thread(check_schema, sampling.json_schema, "json_schema", fits)
             prompt = await self._reader.read(message)
             sampling = self._fitted(sampling, len(prompt), "prompt" if message.messages is None else "messages")
+            check_scored(sampling, len(prompt))
             if self._control.ended:
                 raise Closed(f"node {self._control.config.name} has ended")
         except PdError as e:
@@ -156,6 +158,7 @@ class Intake:
             self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
             return
         packed = pack_u32(prompt)
+        scores = sampling.prompt_logprobs is not None  # every position is computed, and here: nothing cached, no P
         self._answers[request] = Answer(
             request=request,
             link=received.link,
@@ -174,10 +177,11 @@ class Intake:
                 client=key,
                 prompt_tokens=len(prompt),
                 prompt_digest=prompt_digest(packed),
-                block_hashes=block_hashes(packed, self._control.setup.geometry.block_size),
+                block_hashes=() if scores else block_hashes(packed, self._control.setup.geometry.block_size),
                 sampling=sampling,
                 deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
                 credit=message.credit,
+                local=scores,
             )
         )
 
@@ -190,6 +194,9 @@ class Intake:
                 param="model", code="model_not_found", status=404,
             )  # fmt: skip
         check_sampling(s)
+        if s.prompt_logprobs is not None and self._control.config.engine == "coded":
+            problem = "prompt_logprobs: the coded engine has no log-probabilities of prompts"
+            raise RequestError(problem, param="prompt_logprobs", code="unsupported_value")
         check_stop_ids(s.stop_token_ids, setup.vocab_size)
         check_bias(s.logit_bias, setup.vocab_size)
         check_deadline(message.deadline_ms)
@@ -242,6 +249,11 @@ class Intake:
         """Append a token to a sequence's answer. True when it ends there. False for what has ended already."""
         answer = self._by_seq.get(seq)
         return answer is not None and answer.take(token, logprob)
+
+    def scored(self, seq: int, first: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Log-probabilities of tokens of a sequence's prompt, from the one at `first` on."""
+        if (answer := self._by_seq.get(seq)) is not None:
+            answer.scored(first, logprobs)
 
     def emit(self, request: bytes) -> None:
         """Send what has been taken. A client that cannot be reached has gone."""
@@ -371,24 +383,25 @@ class Intake:
         return None
 
     async def _connected(self, addresses: Sequence[str], refused: Sequence[Outcome | None]) -> ConnectReply:
-        async def outcome(address: str, refusal: Outcome | None) -> Outcome:
-            return refusal or await self._joined(address)
-
-        return ConnectReply(outcomes=tuple(await asyncio.gather(*map(outcome, addresses, refused))))
-
-    async def _joined(self, address: str) -> Outcome:
-        """What has become of it when it is decided, or after JOIN_WAIT_S: it is called on all the same."""
-        await self._control.until(lambda: report.joined(self._control.core, address) is not None, JOIN_WAIT_S)
-        outcome = report.joined(self._control.core, address)
-        return outcome or Outcome(target=address, ok=False, detail=report.waiting(self._control.core, address))
+        """What has become of each when all is decided, or after JOIN_WAIT_S: they are called on all the same. Looked
+        at from time to time, not at each event: of a thousand addresses, that would leave no time for events."""
+        core, called = self._control.core, [a for a, refusal in zip(addresses, refused, strict=True) if refusal is None]
+        due_s = time.monotonic() + JOIN_WAIT_S
+        while None in (outcomes := report.joined(core, called)) and time.monotonic() < due_s:  # noqa: ASYNC110
+            await asyncio.sleep(JOIN_LOOK_S)
+        details = report.waiting(core, called)
+        became = iter(
+            [o or Outcome(target=a, ok=False, detail=d) for a, o, d in zip(called, outcomes, details, strict=True)]
+        )
+        return ConnectReply(outcomes=tuple(refusal or next(became) for refusal in refused))
 
     def _disconnect(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Disconnect)
         for target in message.targets:
             self._control.post(ev.RemoveAsked(target=target))
-        outcomes = tuple(report.removed(self._control.core, target) for target in message.targets)
-        self._reply(received, DisconnectReply(outcomes=outcomes))
+        outcomes = report.removed(self._control.core, message.targets)
+        self._reply(received, DisconnectReply(outcomes=tuple(outcomes)))
 
     # ------------------------------------------------------------ probes
 

@@ -16,6 +16,7 @@ BIAS_MAX = 100  # OpenAI's
 BIASES_MAX = 1024
 SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
+SCORED_MAX = 1 << 18  # log-probabilities of a prompt; with their texts some 8 MB, half of a message
 DEADLINE_MS_MAX = 86_400_000  # a day
 
 
@@ -33,6 +34,7 @@ def check_sampling(s: Sampling) -> None:
         ("repetition_penalty", 0 < s.repetition_penalty <= REPETITION_MAX, f"above 0, at most {REPETITION_MAX}"),
         ("seed", 0 <= s.seed <= SEED_MAX, f"from 0 to {SEED_MAX}"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= LOGPROBS_MAX, f"from 0 to {LOGPROBS_MAX}"),
+        ("prompt_logprobs", 0 <= (s.prompt_logprobs or 0) <= LOGPROBS_MAX, f"from 0 to {LOGPROBS_MAX}"),
     ):
         if not good:
             raise RequestError(f"{name} is {getattr(s, name)}; it must be {wanted}", param=name)
@@ -47,6 +49,16 @@ def too_long(tokens: int, tokens_max: int, param: str, how: str = "") -> Request
         f"the prompt has {how}{tokens} tokens; with one for the answer at most {tokens_max + 1} fit (max_model_len): "
         f"shorten it", param=param, code="context_length_exceeded",
     )  # fmt: skip
+
+
+def check_scored(s: Sampling, prompt_tokens: int) -> None:
+    """All log-probabilities of a prompt travel in one message."""
+    if s.prompt_logprobs is not None and prompt_tokens * (1 + s.prompt_logprobs) > SCORED_MAX:
+        problem = (
+            f"prompt_logprobs: {prompt_tokens} tokens with {s.prompt_logprobs} alternatives each are more than "
+            f"{SCORED_MAX} log-probabilities: ask for fewer alternatives, or a shorter prompt"
+        )
+        raise RequestError(problem, param="prompt_logprobs")
 
 
 def check_deadline(deadline_ms: int) -> None:

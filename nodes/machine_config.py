@@ -26,6 +26,7 @@ def core_config(c: NodeConfig, s: Setup, incarnation: bytes) -> CoreConfig:
         limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
         running_max=c.max_running,
         skip_sampling=c.skip_sampling and c.role == "prefill",
+        prefill_policy=c.prefill_policy,
         handoff=HandoffConfig(
             lease_ns=c.lease_ns,
             renew_ns=c.renew_ns,

@@ -78,6 +78,7 @@ class Measures:
         self._confirms = counter("confirms", "Answers to claims: valid, or why not.", "answer")
         self._nodes_refused = counter("nodes_refused", "Nodes that called and were refused, each reason once.")
         self._agents_refused = counter("agents_refused", "Peers whose memory the mover could not read from.")
+        self._placed = counter("prefills_placed", "Prompts that --prefill-policy auto placed, by where.", "where")
         self._opened = counter("circuits_opened", "How often a peer's circuit opened.", "peer")
         self._confirm_s = histogram("confirm_seconds", "From the claim to its answer.", CONFIRM_S)
         self._leases = counter("leases_ended", "Leases that ended, by cause.", "cause")
@@ -179,6 +180,8 @@ class Measures:
         match effect.event:
             case "attempt.failed":
                 self._failed.labels(known(data["cause"])).inc()
+            case "prefill.placed":
+                self._placed.labels("remote" if data["node"] else "local").inc()
             case "node.refused":
                 self._nodes_refused.inc()
             case "circuit.opened":

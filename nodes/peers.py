@@ -1,183 +1,50 @@
-"""Whom this node can ask: membership's decisions, and which peers' memory the mover can read."""
+"""Whom this node can ask: the peers whose memory it can read, and how they did when asked before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.membership import Membership
-from pdbus.connector.handoff import (
-    AttemptFailed,
-    FetchEvent,
-    OfferEvent,
-    OwnerEpoch,
-    OwnerGone,
-    OwnerWatched,
-    ReaderCame,
-    ReaderGone,
-    ReaderWatched,
-)
-from pdbus.connector.timers import earliest
+from pdbus.connector.handoff import AttemptFailed
+from pdbus.connector.peer_agents import RELOAD_NS, News, PeerAgents, peer_key
 
 from . import events as ev
 from .circuits import Circuits, CircuitState
 from .decode import Source
 
+__all__ = ["LOADING", "RELOAD_NS", "News", "Peers", "peer_key"]
+
 LOADING = "its memory cannot be read yet"
-RELOAD_NS = 30_000_000_000  # an agent that could not be loaded is tried again so much later: a network may heal
-
-News = FetchEvent | OfferEvent
 
 
-class Peers:
-    """Membership, and beside it the state of each peer's agent in our mover."""
+class Peers(PeerAgents):
+    """Beside each peer's agent, its circuit; and the choice of whom to ask."""
 
     def __init__(self, membership: Membership, *, reads: bool) -> None:
         """`reads`: this node decodes, and so reads from prefill nodes."""
-        self._membership = membership
-        self._reads = reads
-        self._agents: dict[str, ev.AddPeer] = {}  # by peer key: what the mover knows or is to know
-        self._ready: dict[str, str] = {}  # by peer key: '' when it can be read from, else why not
-        self._reload_ns: dict[str, int] = {}  # by peer key: when to try again
-        self._mover_up = False
+        super().__init__(membership, reads=reads)
         self.circuits = Circuits()
         self._last = ""  # round robin: the name chosen last
-        self._busy: frozenset[str] = frozenset()
-        self.drain_asked = False
 
-    # ------------------------------------------------------------ membership
-
-    def handle(self, event: ms.MembershipEvent, now: int) -> tuple[list[ev.NodeEffect], list[News], bool]:
-        """Effects to carry out, news for the halves of the hand-off, and whether the event was accepted."""
-        effects: list[ev.NodeEffect] = []
-        news: list[News] = []
-        accepted = True
-        for effect in self._membership.handle(event, now):
-            accepted = accepted and not isinstance(effect, ms.Rejected)
-            self._translate(effect, effects, news)
-        return effects, news, accepted
-
-    def get(self, name: str) -> ms.Peer | None:
-        """Who has said hello to us under that name, or answered ours."""
-        return self._membership.peer(name)
-
-    def _translate(self, effect: ms.MembershipEffect, out: list[ev.NodeEffect], news: list[News]) -> None:
-        match effect:
-            case ms.OpenLink():
-                out.append(ev.OpenLink(address=effect.address))
-            case ms.CloseLink():
-                out.append(ev.CloseLink(link=effect.link, flush=effect.flush))
-            case ms.SendOn():
-                out.append(
-                    ev.Send(
-                        link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message, cause=effect.cause
-                    )
-                )
-            case ms.PeerUp():
-                news.append(ReaderCame(node=effect.peer.name, incarnation=effect.peer.incarnation))
-                out.append(_node_event("node.up", effect.peer))
-            case ms.PeerAgent():
-                self._agent(effect, out, news)
-            case ms.PeerWatched(peer=peer, watched=watched):
-                news.append(OwnerWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
-                news.append(ReaderWatched(node=peer.name, incarnation=peer.incarnation, watched=watched))
-            case ms.PeerDown():
-                self._down(effect, out, news)
-            case ms.CallFailed() | ms.TurnedAway():
-                event = "node.unreachable" if isinstance(effect, ms.CallFailed) else "node.refused"
-                data: dict[str, object] = {"node": effect.name, "address": effect.address, "reason": effect.reason}
-                out.append(ev.Publish(topic="node", event=event, data=data))
-            case ms.DrainAsked():
-                self.drain_asked = True
-
-    def _agent(self, effect: ms.PeerAgent, out: list[ev.NodeEffect], news: list[News]) -> None:
-        peer, agent = effect.peer, effect.agent
-        news.append(OwnerEpoch(node=peer.name, incarnation=peer.incarnation, epoch=agent.epoch))
-        geometry = peer.hello.geometry if peer.hello else None
-        if not self._reads or peer.role not in PREFILL_ROLES or geometry is None:
-            return
-        key = peer_key(peer.name, peer.incarnation, agent.epoch)
-        self._forget(peer.name, peer.incarnation, out, but=key)
-        if len(peer.agents) < geometry.tp:  # those of its other ranks will follow
-            return
-        add = ev.AddPeer(peer=key, geometry=geometry, agents=peer.agents)
-        if self._agents.get(key) != add:
-            self._agents[key] = add
-            if self._mover_up:
-                out.append(add)
-
-    def _down(self, effect: ms.PeerDown, out: list[ev.NodeEffect], news: list[News]) -> None:
-        peer = effect.peer
-        news.append(OwnerGone(node=peer.name, incarnation=peer.incarnation, proven=effect.proven))
-        if effect.proven:
-            news.append(ReaderGone(node=peer.name, incarnation=peer.incarnation))
-            self._forget(peer.name, peer.incarnation, out)
-        out.append(_node_event("node.down", peer, reason=effect.reason, proven=effect.proven))
-
-    def _forget(self, name: str, incarnation: bytes, out: list[ev.NodeEffect], but: str = "") -> None:
-        """Tell the mover that agents of this life are over, but for one epoch's."""
-        life = peer_key(name, incarnation, "")
+    def _agents_over(self, life: str, but: str) -> None:
         self.circuits.forget(life, but)
-        for key in [k for k in self._agents if k.startswith(life) and k != but]:
-            del self._agents[key]
-            self._ready.pop(key, None)
-            self._reload_ns.pop(key, None)
-            if self._mover_up:  # it has been told of this one, loaded or not yet
-                out.append(ev.RemovePeer(peer=key))
-
-    def next_deadline(self) -> int | None:
-        return earliest(self._membership.next_deadline(), *self._reload_ns.values())
-
-    def members(self) -> list[ms.Peer]:
-        return self._membership.members()
-
-    def busy_changes(self, busy: Set[str]) -> list[ms.BusyChanged]:
-        """What membership has to hear so that heartbeats go along the links in use."""
-        if busy == self._busy:
-            return []
-        changed = sorted(busy ^ self._busy)
-        self._busy = frozenset(busy)
-        return [ms.BusyChanged(peer=name, busy=name in busy) for name in changed]
-
-    # ------------------------------------------------------------ the mover's side
-
-    def mover_lost(self) -> None:
-        self._mover_up = False
-        self._ready.clear()
-        self._reload_ns.clear()
-
-    def mover_up(self) -> list[ev.NodeEffect]:
-        """A new mover knows nobody."""
-        self._mover_up = True
-        return list(self._agents.values())
-
-    def added(self, peer: str, problem: str, now: int) -> None:
-        if peer in self._agents:
-            self._ready[peer] = problem
-            if problem:
-                self._reload_ns[peer] = now + RELOAD_NS
-
-    def tick(self, now: int) -> list[ev.NodeEffect]:
-        due = [key for key, at in self._reload_ns.items() if at <= now]
-        for key in due:
-            del self._reload_ns[key]
-        return [self._agents[key] for key in due]
 
     def circuit(self, peer: ms.Peer) -> CircuitState:
-        return self.circuits.state(_key(peer))
+        return self.circuits.state(key_of(peer))
 
     def problem(self, peer: ms.Peer) -> str:
         """Why its memory cannot be read, '' when it can or need not."""
         if not self._reads or peer.role not in PREFILL_ROLES:
             return ""
-        return self._ready.get(_key(peer), LOADING)
+        return self._ready.get(key_of(peer), LOADING)
 
     def awaited(self, peer: ms.Peer) -> str:
         """What a peer that is LOADING waits for, and on which side."""
         if not self._mover_up:
             return "this node's own mover is still starting"
-        if _key(peer) not in self._agents:
+        if key_of(peer) not in self._agents:
             return f"{peer.name} is still starting"
         return f"this node's mover is still connecting to the memory of {peer.name}"
 
@@ -185,14 +52,25 @@ class Peers:
 
     def next_source(self, request: bytes, now: int, eligible: Callable[[ms.Peer], bool]) -> Source | None:
         """Round robin over the prefill nodes that can be asked and read now; those that just failed come last."""
+        peers = self._sources(now, eligible)
+        return self.ask(request, peers[0]) if peers else None
+
+    def good_sources(self, now: int, eligible: Callable[[ms.Peer], bool]) -> list[ms.Peer]:
+        """Those that can be asked and read now, in turn; one that just failed only where there is no other."""
+        peers = self._sources(now, eligible)
+        return [p for p in peers if not self.circuits.comes_last(key_of(p), now)] or peers
+
+    def ask(self, request: bytes, peer: ms.Peer) -> Source:
+        """The request's next attempt goes there."""
+        self._last = peer.name
+        self.circuits.asked(request, key_of(peer))
+        return _source(peer)
+
+    def _sources(self, now: int, eligible: Callable[[ms.Peer], bool]) -> list[ms.Peer]:
         names = sorted(self._membership.prefill_names(), key=lambda name: (name <= self._last, name))
         peers = [peer for name in names if (peer := self._membership.peer(name)) is not None]
-        for peer in sorted(peers, key=lambda p: self.circuits.comes_last(_key(p), now)):
-            if not self.problem(peer) and eligible(peer) and self.circuits.admits(_key(peer), now):
-                self._last = peer.name
-                self.circuits.asked(request, _key(peer))
-                return _source(peer)
-        return None
+        peers = [p for p in peers if not self.problem(p) and eligible(p) and self.circuits.admits(key_of(p), now)]
+        return sorted(peers, key=lambda p: self.circuits.comes_last(key_of(p), now))
 
     def attempt_failed(self, failed: AttemptFailed, now: int) -> list[ev.NodeEffect]:
         if not failed.peer_suspect:
@@ -217,14 +95,5 @@ def _source(peer: ms.Peer) -> Source:
     )
 
 
-def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
-    """Node, incarnation and epoch in one string: what the mover calls a peer. Never reused."""
-    return f"{name}/{incarnation.hex()}/{epoch}"
-
-
-def _key(peer: ms.Peer) -> str:
+def key_of(peer: ms.Peer) -> str:
     return peer_key(peer.name, peer.incarnation, peer.epoch)
-
-
-def _node_event(event: str, peer: ms.Peer, **data: object) -> ev.Publish:
-    return ev.Publish(topic="node", event=event, data={"node": peer.name, "role": peer.role, **data})

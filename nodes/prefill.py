@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdbus.bus.messages import TryId
+from pdbus.connector.events import lease_event
 from pdbus.connector.handoff import (
     Answer,
     ChunkComputed,
@@ -24,7 +25,7 @@ from pdbus.connector.handoff import (
 from pdbus.connector.offer import Offers
 from pdbus.connector.staging import StageDown
 
-from .events import AdvertiseLeases, CloseSequence, NodeEffect, OpenSequence, Publish, Send, StepRowEnded
+from .events import AdvertiseLeases, CloseSequence, NodeEffect, OpenSequence, Send, StepRowEnded
 from .scheduler import Progress, Scheduler, Sequence
 
 PREFILL_ORDER = 1 << 40  # a prompt for another node is younger than any request of this one's own
@@ -128,12 +129,12 @@ class Prefills:
                 out += self._forget(effect.try_)
             case LeaseBegan():
                 self._leases[effect.try_.node] = self._leases.get(effect.try_.node, 0) + 1
-                out.append(_lease_event("lease.began", effect, blocks=effect.blocks))
+                out.append(lease_event("lease.began", effect, blocks=effect.blocks))
             case LeaseEnded():
                 self._leases[effect.try_.node] -= 1
                 if not self._leases[effect.try_.node]:
                     del self._leases[effect.try_.node]
-                out.append(_lease_event("lease.ended", effect, cause=str(effect.cause), held_ns=effect.held_ns))
+                out.append(lease_event("lease.ended", effect, cause=str(effect.cause), held_ns=effect.held_ns))
 
     def _start(self, start: StartPrefill, now: int) -> list[NodeEffect]:
         self._next_seq -= 1  # below zero: never a number of a request's
@@ -165,11 +166,3 @@ class Prefills:
         del self._tries[seq], self._started_ns[seq], self._unstaged[try_]
         self._scheduler.remove(seq)
         return [CloseSequence(seq=seq)]
-
-
-def _lease_event(event: str, effect: LeaseBegan | LeaseEnded, **data: object) -> Publish:
-    try_, lease = effect.try_, effect.lease
-    named = {"request": try_.request.hex(), "attempt": try_.attempt, "decode_node": try_.node}
-    return Publish(
-        topic="lease", event=event, data={**named, "generation": lease.generation, "epoch": lease.epoch, **data}
-    )

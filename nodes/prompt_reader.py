@@ -10,7 +10,7 @@ from typing import Any
 
 from pdbus.bus.errors import Overloaded, RequestError
 from pdbus.bus.messages import Generate
-from pdbus.bus.wire import unpack_u32
+from pdbus.bus.wire import to_json, unpack_u32
 
 from .limits import too_long
 from .tokenizer import Tokenizer
@@ -50,6 +50,8 @@ class PromptReader:
 
     def _ids(self, message: Generate) -> Sequence[int]:
         given = [name for name in ("text", "messages", "tokens") if getattr(message, name) is not None]
+        if message.tools and message.messages is None:
+            raise RequestError("tools: only with messages", param="tools")
         if len(given) != 1:
             raise RequestError("give exactly one of text, messages and tokens", param="prompt")
         ids = self._tokenized(message)
@@ -61,7 +63,7 @@ class PromptReader:
 
     def _tokenized(self, message: Generate) -> Sequence[int]:
         if message.messages is not None:
-            return self._tokenizer.chat(message.messages, tokens_max=self._tokens_max)
+            return self._tokenizer.chat(message.messages, tokens_max=self._tokens_max, tools=message.tools)
         if message.text is not None:
             return self._tokenizer.encode(message.text, self._tokens_max) if message.text else ()
         if (count := len(message.tokens or b"") // 4) > self._tokens_max:
@@ -72,7 +74,9 @@ class PromptReader:
 def _chars(message: Generate) -> int:
     """About how much there is to read."""
     texts = [message.text, *(text for m in message.messages or () for text in _texts(m.get("content")))]
-    return len(message.tokens or b"") // 4 + sum(len(text) for text in texts if isinstance(text, str))
+    calls = [message.tools, *(m.get("tool_calls") for m in message.messages or ())]
+    told = sum(len(to_json(call)) for call in calls if call)
+    return told + len(message.tokens or b"") // 4 + sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _texts(content: Any) -> list[Any]:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.messages import Agent
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoverJoin, MoversReady, WorkerJoin
 from pdbus.connector.layout import layout_of
+from pdbus.connector.managed import Managed, agent_of
 from pdbus.connector.process import Exit
 from pdbus.connector.slab import Slab
 
-from .children import Managed
 from .config import NodeConfig
 from .ranks import Ranks
 from .setup import Setup, worker_args
@@ -87,16 +86,5 @@ def movers(
 def agents_of(setup: Setup, ready: MoversReady) -> tuple[Agent, ...]:
     """What peers are told of the movers."""
     return tuple(
-        Agent(
-            epoch=int(mover.agent_name.rpartition("/")[2]),
-            rank=rank,
-            name=mover.agent_name,
-            metadata=mover.metadata,
-            metadata_digest=prompt_digest(mover.metadata),
-            base_address=mover.base_address,
-            region_bytes=mover.region_bytes,
-            blocks=setup.blocks,
-            layout=layout_of(setup.geometry, setup.blocks, rank),
-        )
-        for rank, mover in enumerate(ready.ranks)
+        agent_of(mover, rank, layout_of(setup.geometry, setup.blocks, rank)) for rank, mover in enumerate(ready.ranks)
     )

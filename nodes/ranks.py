@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdbus.bus.wire import Declared
+from pdbus.connector.managed import Managed
 from pdbus.connector.process import Exit
-
-from .children import Managed
 
 Received = TypeVar("Received", bound=Declared)
 Received_contra = TypeVar("Received_contra", contravariant=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pdbus.bus import members as ms
@@ -98,15 +99,23 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
     ]
 
 
-def member(core: NodeCore, target: str) -> ms.Peer | None:
-    """Whom a name or an address stands for. Of those who were there one after the other, the one that is."""
-    found = [p for p in core.peers.members() if target and target in (p.name, p.address, p.called_at, *p.aliases)]
-    return min(found, key=lambda p: p.state is not ms.PeerState.UP, default=None)
+def directory(core: NodeCore) -> dict[str, ms.Peer]:
+    """Whom each name and address stands for. Of those who were there one after the other, the one that is."""
+    found: dict[str, ms.Peer] = {}
+    for p in core.peers.members():
+        for target in filter(None, (p.name, p.address, p.called_at, *p.aliases)):
+            if target not in found or (p.state is ms.PeerState.UP and found[target].state is not ms.PeerState.UP):
+                found[target] = p
+    return found
 
 
-def joined(core: NodeCore, address: str) -> Outcome | None:
-    """What joining that address has come to, good or bad; None while it is under way."""
-    p = member(core, address)
+def joined(core: NodeCore, addresses: Sequence[str]) -> list[Outcome | None]:
+    """What joining each address has come to, good or bad; None while it is under way."""
+    known = directory(core)
+    return [_joined(core, address, known.get(address)) for address in addresses]
+
+
+def _joined(core: NodeCore, address: str, p: ms.Peer | None) -> Outcome | None:
     if p is None or p.calling:
         return None
     if p.state is ms.PeerState.UP:
@@ -117,17 +126,25 @@ def joined(core: NodeCore, address: str) -> Outcome | None:
     return None
 
 
-def removed(core: NodeCore, target: str) -> Outcome:
-    """What asking for the removal of that name or address has come to."""
-    p = member(core, target)
+def removed(core: NodeCore, targets: Sequence[str]) -> list[Outcome]:
+    """What asking for the removal of each name or address has come to."""
+    known = directory(core)
+    return [_removed(target, known.get(target)) for target in targets]
+
+
+def _removed(target: str, p: ms.Peer | None) -> Outcome:
     if p is None or p.state not in (ms.PeerState.REMOVING, ms.PeerState.REMOVED):
         return Outcome(target=target, ok=False, detail="no member of that name or address")
     return Outcome(target=target, ok=True, detail=p.name)
 
 
-def waiting(core: NodeCore, address: str) -> str:
-    """Why joining that address is not decided yet."""
-    p = member(core, address)
+def waiting(core: NodeCore, addresses: Sequence[str]) -> list[str]:
+    """Why joining each address is not decided yet."""
+    known = directory(core)
+    return [_waiting(core, known.get(address)) for address in addresses]
+
+
+def _waiting(core: NodeCore, p: ms.Peer | None) -> str:
     if p is None or p.state is not ms.PeerState.UP:
         return "no answer yet: it is called again and again"
     return f"linked with {p.name}, but {core.peers.awaited(p)}: it is used by itself as soon as that is done"
@@ -182,6 +199,7 @@ def metrics(core: NodeCore, counters: dict[str, int], now: int) -> dict[str, flo
         "requests_running": len(core.requests) - core.requests.waiting - fetching,
         "requests_preempted_total": core.requests.counters["preempted"],
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
+        "prefill_tokens_per_s": core.places.steps.said(now)[0],
         "agent_epoch": core.epoch,
         "kv_copies_open": len(core.staging),
         "kv_copies_total": core.staging.counters["copies"],

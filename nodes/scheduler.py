@@ -97,9 +97,24 @@ class Scheduler:
     def in_step(self, seq: int) -> bool:
         return seq in self._rows
 
-    def waiting_tokens(self) -> int:
-        """Tokens of prompts still to be computed: the load that a new prompt would queue behind."""
-        return sum(s.remaining for s in self._sequences.values() if s.computed < s.prompt_tokens)
+    def waiting_tokens(self, before: int | None = None) -> int:
+        """Tokens of prompts still to be computed: the load that a new prompt would queue behind. `before`: only those
+        of an age that comes before this one."""
+        return sum(
+            s.remaining
+            for s in self._sequences.values()
+            if s.computed < s.prompt_tokens and (before is None or s.order < before)
+        )
+
+    def work(self) -> tuple[int, bool]:
+        """Of the step that is out: how many tokens of prompts it computes, and whether answers beside."""
+        prompt_tokens, decodes = 0, False
+        for row in self._rows.values():
+            if row.count == 1 and row.sample:
+                decodes = True
+            else:
+                prompt_tokens += row.count
+        return prompt_tokens, decodes
 
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.seq] = sequence

@@ -66,7 +66,7 @@ def _torch(config: NodeConfig) -> Setup:
         raise ConfigError(
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
         )
-    geometry = _geometry(config, model.layers, model.kv_heads, model.head_dim)
+    geometry = _geometry(config, model.layers, model.kv_heads, model.head_dim, model.kv_parts)
     blocks = _blocks(config, geometry)
     return Setup(
         model=resolved.name,
@@ -82,8 +82,8 @@ def _torch(config: NodeConfig) -> Setup:
     )
 
 
-def _geometry(config: NodeConfig, layers: int, kv_heads: int, head_dim: int) -> Geometry:
-    made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype)
+def _geometry(config: NodeConfig, layers: int, kv_heads: int, head_dim: int, kv_parts: int = 2) -> Geometry:
+    made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype, kv_parts)
     geometry = replace(made, layout=config.kv_layout, tp=config.tp)
     layout_of(geometry, 1)
     return geometry

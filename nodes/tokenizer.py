@@ -11,13 +11,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdbus.bus.errors import ConfigError, RequestError
+from pdbus.bus.wire import to_json
 
 from .limits import ROLES, too_long
 from .pieces import Pieces
 from .token_bytes import UNKNOWN, TokenBytes, token_bytes
+
+if TYPE_CHECKING:
+    from .chat_template import Template
 
 ONE_BYTE = TokenBytes(1)
 FILES = (  # of a Hugging Face folder, all that HFTokenizer reads
@@ -53,7 +57,11 @@ class Tokenizer(Protocol):
         ...
 
     def chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
+        tools: Sequence[Message] | None = None,
     ) -> list[int]:
         """Ids of a conversation by the model's template. Raises RequestError (param `messages`), like `encode`."""
         ...
@@ -144,10 +152,15 @@ class ByteTokenizer:
         return list(_fitting(text, "prompt", ONE_BYTE, tokens_max))
 
     def chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
+        tools: Sequence[Message] | None = None,
     ) -> list[int]:
-        lines = [f"{m['role']}> {m['content']}\n" for m in checked_messages(messages)]
-        text = "".join(lines) + (">" if add_generation_prompt else "")
+        lines = [f"{m['role']}> {m['content']}{_as_json(m.get('tool_calls'))}\n" for m in checked_messages(messages)]
+        told = f"tools> {_as_json(tools)}\n" if tools else ""
+        text = told + "".join(lines) + (">" if add_generation_prompt else "")
         return list(_fitting(text, "messages", ONE_BYTE, tokens_max))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -158,6 +171,10 @@ class ByteTokenizer:
 
     def piece(self, token: int) -> bytes:
         return bytes((token & 255,))
+
+
+def _as_json(value: Any) -> str:
+    return to_json(value).decode() if value else ""
 
 
 def _bytes_of(ids: Sequence[int]) -> bytes:
@@ -188,7 +205,7 @@ class HFTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_ids = _eos_ids(folder, settings, self._tokenizer.token_to_id)
         special = {k: _content_of(v) for k, v in settings.items() if k.endswith("_token") and _content_of(v)}
-        self._variables = {**special, "tools": None, "documents": None}  # templates ask `is not none`
+        self._variables = {**special, "documents": None}  # templates ask `is not none`
         self.spells_text = self._tokenizer.decoder is not None
         self._render = _template(folder, settings)
         self._pieces = Pieces(self._tokenizer)
@@ -201,13 +218,21 @@ class HFTokenizer:
         return self._ids(text, "prompt", tokens_max, special=True)
 
     def chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tokens_max: int | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
+        tools: Sequence[Message] | None = None,
     ) -> list[int]:
         checked = checked_messages(messages)
         if self._render is None:
             raise RequestError("this model has no chat template; send a prompt instead", param="messages")
+        if tools and not self._render.takes_tools:
+            problem = "tools: this model's chat template has no place for tools"
+            raise RequestError(problem, param="tools", code="unsupported_value")
+        given = {**self._variables, "tools": list(tools) if tools else None}
         try:
-            text = self._render(messages=checked, add_generation_prompt=add_generation_prompt, **self._variables)
+            text = self._render.render(messages=checked, add_generation_prompt=add_generation_prompt, **given)
         except Exception as e:  # whatever the model's template, a program of its own, may raise
             raise RequestError(f"the model's chat template refuses this conversation: {e}", param="messages") from None
         return self._ids(
@@ -318,8 +343,8 @@ def _eos_ids(folder: Path, settings: dict[str, Any], id_of: Callable[[str], int 
     return tuple(sorted({i for i in found if isinstance(i, int)}))
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> Callable[..., str] | None:
-    """The chat template as a function of its variables; None when the model has none. Raises ConfigError."""
+def _template(folder: Path, settings: dict[str, Any]) -> Template | None:
+    """The chat template; None when the model has none. Raises ConfigError."""
     path = folder / "chat_template.jinja"
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdbus.bus.messages import Sampling
+from pdbus.bus.messages import Sampling, TokenLogprob
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import geometry_for
@@ -33,9 +33,9 @@ class Loaded:
     args: WorkerArgs
 
     def kv(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """What the slab holds of the first `tokens` positions in these blocks: [tokens, layer, k/v, head, channel]."""
+        """What the slab holds of the first `tokens` positions in these blocks: [tokens, layer, part, head, channel]."""
         g = self.args.geometry
-        slab = self.memory.view(self.args.blocks, g.layers, 2, g.kv_heads, g.block_size, g.head_dim)
+        slab = self.memory.view(self.args.blocks, g.layers, g.kv_parts, g.kv_heads, g.block_size, g.head_dim)
         return slab[torch.tensor(list(blocks))].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:tokens].clone()
 
 
@@ -43,7 +43,7 @@ def load(model: str | Path, *, blocks: int = 64, dtype: str = "float32", **optio
     """A TorchEngine with its own slab of `blocks` blocks."""
     resolved = resolve_model(str(model))
     c = resolved.config
-    geometry = geometry_for(c.layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype)
+    geometry = geometry_for(c.layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
     memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"))
     args = WorkerArgs(
         endpoint="", slab_path="", slab_bytes=blocks * geometry.block_bytes, blocks=blocks, geometry=geometry,
@@ -61,6 +61,7 @@ class Walk:
     ) -> None:  # fmt: skip
         assert sum(chunks) == len(prompt)
         self.seq, self.blocks, self.tokens, self.results = seq, list(blocks), list[int](), list[RowResult]()
+        self.scores: list[TokenLogprob] = []  # of the prompt's tokens but the first, if it asks for them
         self._prompt, self._chunks, self._at = len(prompt), list(chunks), 0
         loaded.engine.open(seq, prompt, sampling or Sampling())
 
@@ -72,6 +73,8 @@ class Walk:
 
     def take(self, result: RowResult) -> None:
         assert result.seq == self.seq
+        assert result.prompt_from == (len(self.scores) + 1 if result.prompt_logprobs else 0)
+        self.scores += result.prompt_logprobs
         if result.token >= 0:
             self.tokens.append(result.token)
             self.results.append(result)

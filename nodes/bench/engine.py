@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import pack_u32, replace
 from pdbus.connector.ipc import StepRow, WorkerArgs
@@ -56,6 +57,8 @@ def run(rounds: int = 9, chunk: int = 256, model: str = "") -> dict[str, Any]:
     torch.set_num_threads(1)
     keep_freed_memory()
     resolved = resolve_model(model or str(random_model()))
+    if resolved.config.latent:
+        raise ConfigError("--model", f"{resolved.config.architecture}: the bare products are a Llama's; give one")
     startup = [_start(resolved.folder, kind) for kind in KINDS]
     with torch.inference_mode():
         linears = Linears(resolved.config)

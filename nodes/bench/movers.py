@@ -11,10 +11,10 @@ from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.messages import Agent, Geometry
 from pdbus.connector.ipc import FromMover, MoverArgs, MoverFailed, MoverReady, PeerAdd, PeerAdded, StopMover, ToMover
 from pdbus.connector.layout import geometry_for, layout_of
+from pdbus.connector.managed import Managed
 from pdbus.connector.process import Exit
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab
-from pdbus.nodes.children import Managed
 
 HEAR_S = 20.0  # how long to wait for any one message before giving up
 

@@ -3,6 +3,8 @@
 The slab is seen as rows of D channels. In every layout of whole rows (connector/layout.py) the rows of a sequence have
 the same numbers in every layer but for an offset: they are computed once per step. Reading them is one index_select,
 writing one index_copy_.
+
+A row of a latent cache is both key and value: K and V are the first and the last part of what is read, or the only one.
 """
 
 from __future__ import annotations
@@ -27,32 +29,33 @@ KEY_TILE = 256
 
 
 class KVCache:
-    """A KV slab in any layout with K before V, seen as rows of channels."""
+    """A KV slab in any layout with K before V, or of latents alone, seen as rows of channels."""
 
     def __init__(self, memory: Tensor, layout: KVLayout) -> None:
         """`memory` is one-dimensional, of the layout's dtype, as many elements as its region holds."""
         row = row_bytes(layout)
-        self.blocks = layout.blocks
+        self.blocks, self.parts = layout.blocks, len(layout.parts)
         self._block_size, self._head_dim = layout.block_size, layout.head_dim
         self._block_rows, self._slot_rows = layout.block_stride // row, layout.slot_stride // row
         rows = memory.view(-1, layout.head_dim)
         self._layers = [rows[start // row :] for start in layout.starts]
         self._read = rows.new_empty(0, layout.head_dim)
         heads = np.arange(len(layout.heads), dtype=np.int64) * (layout.head_stride // row)
-        self._head_rows: Ids = np.concatenate([heads, heads + layout.part_stride // row])
+        parts = [heads + part * (layout.part_stride // row) for part in range(self.parts)]
+        self._head_rows: Ids = np.concatenate(parts)
 
     def like(self, values: Tensor) -> Tensor:
         """`values` on the cache's device, of its type."""
         return values.to(self._read)
 
     def rows(self, blocks: Ids, positions: Ids) -> Ids:
-        """Row numbers within layer 0: [len(positions), 2K], K's heads before V's."""
+        """Row numbers within layer 0: [len(positions), P * K] for P parts of K heads, K's before V's."""
         size = self._block_size
         slots = blocks[positions // size] * self._block_rows + positions % size * self._slot_rows
         return slots[:, None] + self._head_rows
 
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Put kv [T, 2K, D] into `rows` [T, 2K]."""
+        """Put kv [T, P * K, D] into `rows` [T, P * K]."""
         self._layers[layer][rows] = kv
 
     def read(self, layer: int, rows: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class Span:
         return self.start + self.count
 
 
-# q [T, H, D], fresh kv [T, 2K, D], cache, layer, out [T, H, D]: each attend fills its own rows of `out`
+# q [T, H, D], fresh kv [T, P * K, D], cache, layer, out [T, H, D]: each attend fills its own rows of `out`
 Attend = Callable[[Tensor, Tensor, KVCache, int, Tensor], None]
 
 
@@ -91,7 +94,7 @@ class Plan:
     """
 
     rows: int
-    write: Tensor  # [rows, 2K]
+    write: Tensor  # [rows, P * K]
     body: tuple[Attend, ...]
     tail: tuple[Attend, ...]
     tail_rows: Tensor
@@ -104,7 +107,9 @@ class FreshAttend:
     at: slice
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
-        k, v = kv[self.at].transpose(0, 1).chunk(2)
+        mine = kv[self.at]
+        parts = mine.view(mine.shape[0], cache.parts, -1, mine.shape[-1]).permute(1, 2, 0, 3)
+        k, v = parts[0], parts[-1]
         attended = functional.scaled_dot_product_attention(
             q[self.at].transpose(0, 1)[None], k[None], v[None], is_causal=True, enable_gqa=True
         )
@@ -113,14 +118,15 @@ class FreshAttend:
 
 @dataclass(frozen=True)
 class PrefixAttend:
-    """Several rows of one sequence that has earlier ones. `keys` [2, K, S], `mask` [n, S], 0 where visible."""
+    """Several rows of one sequence that has earlier ones. `keys` [P, K, S], `mask` [n, S], 0 where visible."""
 
     at: slice
     keys: Tensor
     mask: Tensor
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
-        k, v = cache.read(layer, self.keys).unbind()
+        parts = cache.read(layer, self.keys)
+        k, v = parts[0], parts[-1]
         attended = functional.scaled_dot_product_attention(
             q[self.at].transpose(0, 1)[None], k[None], v[None], attn_mask=self.mask, enable_gqa=True
         )
@@ -129,7 +135,7 @@ class PrefixAttend:
 
 @dataclass(frozen=True)
 class DecodeAttend:
-    """One row each of N sequences. `keys` [2, N, K, S], `mask` [N, 1, 1, S], 0 where visible, or None when all are.
+    """One row each of N sequences. `keys` [P, N, K, S], `mask` [N, 1, 1, S], 0 where visible, or None when all are.
 
     The query heads that share a KV head are its rows: no repeated keys, no causal mask.
     """
@@ -139,7 +145,8 @@ class DecodeAttend:
     mask: Tensor | None
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
-        k, v = cache.read(layer, self.keys).unbind()
+        parts = cache.read(layer, self.keys)
+        k, v = parts[0], parts[-1]
         n, kv_heads, _, channels = k.shape
         grouped = q[self.at].view(n, kv_heads, -1, channels)
         attended = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)
@@ -158,7 +165,7 @@ class TiledAttend:
 
     at: slice
     start: int
-    keys: Tensor  # [tiles, 2, K, KEY_TILE]
+    keys: Tensor  # [tiles, P, K, KEY_TILE]
     masks: Tensor  # [KEY_TILE / QUERY_TILE, QUERY_TILE, KEY_TILE], true where hidden
 
     def __call__(self, q: Tensor, kv: Tensor, cache: KVCache, layer: int, out: Tensor) -> None:
@@ -179,15 +186,15 @@ class TiledAttend:
         grouped = rows.reshape(kv_heads, -1, channels) * channels**-0.5
         best = grouped.new_full((*grouped.shape[:2], 1), -torch.inf)
         total, summed = torch.zeros_like(best), torch.zeros_like(grouped)
-        for index, (k, v) in enumerate(tiles):
-            scores = torch.bmm(grouped, k.mT)
+        for index, tile in enumerate(tiles):
+            scores = torch.bmm(grouped, tile[0].mT)
             if index == len(tiles) - 1:
                 hidden = self.masks[first % KEY_TILE // QUERY_TILE]
                 scores.view(kv_heads, -1, QUERY_TILE, KEY_TILE).masked_fill_(hidden, -torch.inf)
             new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
             weights, decay = torch.exp(scores - new_best), torch.exp(best - new_best)
             total = total * decay + weights.sum(-1, keepdim=True)
-            summed = summed * decay + torch.bmm(weights, v)
+            summed = summed * decay + torch.bmm(weights, tile[-1])
             best = new_best
         attended = (summed / total).view(kv_heads, -1, QUERY_TILE, channels)
         return attended.permute(2, 0, 1, 3).reshape(queries.shape)
@@ -247,7 +254,7 @@ def _decode(spans: Sequence[Span], start: int, cache: KVCache, device: torch.dev
     longest = max(keys)
     # Shorter sequences repeat their last key: a row that was never written may hold NaN, which no mask removes.
     padded = [cache.rows(span.blocks, np.minimum(np.arange(longest), span.end - 1)) for span in spans]
-    rows = np.stack(padded).reshape(len(spans), longest, 2, -1).transpose(2, 0, 3, 1)
+    rows = np.stack(padded).reshape(len(spans), longest, cache.parts, -1).transpose(2, 0, 3, 1)
     mask = None
     if min(keys) < longest:
         mask = _mask(np.arange(longest) < np.array(keys)[:, None], cache)[:, None, None]
@@ -255,7 +262,7 @@ def _decode(spans: Sequence[Span], start: int, cache: KVCache, device: torch.dev
 
 
 def _prefix(span: Span, at: slice, cache: KVCache, device: torch.device) -> PrefixAttend:
-    rows = cache.rows(span.blocks, np.arange(span.end)).reshape(span.end, 2, -1).transpose(1, 2, 0)
+    rows = cache.rows(span.blocks, np.arange(span.end)).reshape(span.end, cache.parts, -1).transpose(1, 2, 0)
     mask = _mask(np.arange(span.end) <= np.arange(span.start, span.end)[:, None], cache)
     return PrefixAttend(at, _on(rows, device), mask)
 
@@ -272,7 +279,7 @@ def _tiled(spans: Sequence[Span], starts: Ids, cache: KVCache, device: torch.dev
 def _key_tiles(span: Span, cache: KVCache, device: torch.device) -> Tensor:
     tiles = -(-span.end // KEY_TILE)
     rows = cache.rows(span.blocks, np.minimum(np.arange(tiles * KEY_TILE), span.end - 1))
-    return _on(rows.reshape(tiles, KEY_TILE, 2, -1).transpose(0, 2, 3, 1), device)
+    return _on(rows.reshape(tiles, KEY_TILE, cache.parts, -1).transpose(0, 2, 3, 1), device)
 
 
 def _mask(visible: NDArray[np.bool_], cache: KVCache) -> Tensor:

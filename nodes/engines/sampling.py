@@ -54,6 +54,12 @@ def sample(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> lis
     return drawn
 
 
+def scored(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of tokens that are there already, [N] with logits [N, vocab], each with the `top` likeliest."""
+    found = (_logprob(row, token, top) for row, token in zip(logits, tokens, strict=True))
+    return tuple(one for one in found if one is not None)
+
+
 def _adjusted(logits: Tensor, draws: Sequence[Draw], eos_ids: Sequence[int]) -> Tensor:
     """The logits after what each request forbids, favours and penalizes; the same tensor when none does."""
     rows = [row for row, draw in enumerate(draws) if _is_shaped(draw)]

@@ -1,4 +1,4 @@
-"""The engine that computes with PyTorch: Llama family, paged KV cache, continuous batching, chunked prefill."""
+"""The engine that computes with PyTorch: paged KV or latents, continuous batching, chunked prefill."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdbus.bus.errors import ConfigError, LocalProtocolError
-from pdbus.bus.messages import Geometry, KVLayout, Sampling
-from pdbus.bus.wire import replace, unpack_u32
+from pdbus.bus.messages import Geometry, KVLayout, Sampling, TokenLogprob
+from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, SampledToken, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
-from pdbus.nodes.models.llama import Llama
+from pdbus.nodes.models.decoder import Decoder
 from pdbus.nodes.models.loader import load_weights
 
 from .attention import KVCache, Span, make_plan, pack_order
@@ -27,7 +28,7 @@ from .grammar import Grammar, Grammars
 from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
-from .sampling import Draw, Drawn, sample
+from .sampling import Draw, Drawn, sample, scored
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a CPU must have for a type to be worth it; without, PyTorch emulates it (bfloat16 was 24 times slower).
@@ -60,6 +61,25 @@ class _Sequence:
             self.grammar.take(d.token for d in taken)
         return taken
 
+    def scores(self, row: StepRow) -> int:
+        """How many of the row's positions tell how likely the prompt's next token was, where that is asked for."""
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, min(row.start + row.count, self.prompt - 1) - row.start)
+
+    def scored(self, row: StepRow, logits: Tensor) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's tokens after the row's first positions."""
+        first = row.start + 1
+        return scored(logits, self.tokens[first : first + len(logits)], self.sampling.prompt_logprobs or 0)
+
+
+class _Computed(NamedTuple):
+    """What was drawn for a row, how many drafts were tried, and log-probabilities of the prompt's tokens."""
+
+    drawn: Sequence[Drawn] = ()
+    drafted: int = 0
+    prompt: tuple[TokenLogprob, ...] = ()
+
 
 class TorchEngine:
     """An Engine over one model and one KV slab.
@@ -79,16 +99,18 @@ class TorchEngine:
         self._make = make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
+        self._deterministic, self._pad_to = args.deterministic, ROWS if args.deterministic else 1
         group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         _check_geometry(args.geometry, model.config, args.dtype)
         self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
             self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
-            weights = load_weights(model.folder, model.config, self._dtype, str(self._device), make, group)
-            mine = replace(model.config, heads=model.config.heads // group.size, kv_heads=len(self._layout.heads))
-            self._llama = Llama(mine, weights, self._max_positions)
-        self._deterministic, self._skip_sampling = args.deterministic, args.skip_sampling
+            weights = load_weights(
+                model.folder, model.config, self._dtype, str(self._device), make, group, pad_to=self._pad_to
+            )
+            self._decoder = Decoder(model.config, weights, self._max_positions)
+        self._skip_sampling = args.skip_sampling
         self._speculate = args.speculate
         self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
@@ -123,46 +145,50 @@ class TorchEngine:
         spans = self._spans(rows)
         order = pack_order(spans)
         sampled = self._sampled([rows[i] for i in order], [spans[i] for i in order])
-        results = {i: self._result(rows[i], *some) for i, some in zip(order, sampled, strict=True)}
+        results = {i: self._result(rows[i], some) for i, some in zip(order, sampled, strict=True)}
         return [results[i] for i in range(len(rows))]
 
-    def _result(self, row: StepRow, drawn: Sequence[Drawn], drafted: int) -> RowResult:
+    def _result(self, row: StepRow, some: _Computed) -> RowResult:
         grammar = self._sequences[row.seq].grammar
-        first = drawn[0] if drawn else Drawn(-1, None)
+        first = some.drawn[0] if some.drawn else Drawn(-1, None)
         return RowResult(
             seq=row.seq,
             token=first.token,
             logprob=first.logprob,
-            more=tuple(SampledToken(token=d.token, logprob=d.logprob) for d in drawn[1:]),
-            drafted=drafted,
+            more=tuple(SampledToken(token=d.token, logprob=d.logprob) for d in some.drawn[1:]),
+            drafted=some.drafted,
             problem=grammar.problem if grammar else "",
+            prompt_from=row.start + 1 if some.prompt else 0,
+            prompt_logprobs=some.prompt,
         )
 
-    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[tuple[list[Drawn], int]]:
-        """Run the model over the packed spans, then draw and append the tokens of those that sample. In packed order:
-        what was drawn, and how many drafts were tried.
+    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[_Computed]:
+        """Run the model over the packed spans, then draw and append the tokens of those that sample. In packed order.
 
         A row's drafts are computed with it. What is drawn is what would be drawn without: a draft that is another token
         ends it, and the KV behind that one is computed again. The random number of a token belongs to its position.
         """
         sequences = [self._sequences[row.seq] for row in rows]
         drafts = [self._drafts(s, span) for s, span in zip(sequences, spans, strict=True)]
-        spans = [_with_drafts(span, len(some)) for span, some in zip(spans, drafts, strict=True)]
+        draws = [span.wanted + len(some) for span, some in zip(spans, drafts, strict=True)]
+        scores = [s.scores(row) for s, row in zip(sequences, rows, strict=True)]
+        spans = [_wanting(*some) for some in zip(spans, map(len, drafts), scores, strict=True)]
         known = [s.tokens + some if some else s.tokens for s, some in zip(sequences, drafts, strict=True)]
         logits = self._forward(known, spans, self._cache)
-        draws = [
-            sequence.draw(some[:i])
-            for sequence, span, some in zip(sequences, spans, drafts, strict=True)
-            for i in range(span.wanted)
-        ]
-        if logits is None or not draws:
-            return [([], 0) for _ in rows]
-        logits = logits[: len(draws)]
+        if logits is None:
+            return [_Computed() for _ in rows]
+        logits = logits[: sum(span.wanted for span in spans)]
         self._check_finite(logits)
-        drawn = iter(sample(logits, draws, self._config.eos_ids))
+        prompts: Sequence[tuple[TokenLogprob, ...]] = [()] * len(rows)
+        if any(scores):
+            parts = torch.split(logits, [span.wanted for span in spans])
+            prompts = [s.scored(row, part[:n]) for s, row, part, n in zip(sequences, rows, parts, scores, strict=True)]
+            logits = torch.cat([part[len(part) - n :] for part, n in zip(parts, draws, strict=True)])
+        wanted = [s.draw(d[:i]) for s, d, n in zip(sequences, drafts, draws, strict=True) for i in range(n)]
+        drawn = iter(sample(logits, wanted, self._config.eos_ids) if wanted else ())
         return [
-            (sequence.take(list(islice(drawn, span.wanted)), some), len(some))
-            for sequence, span, some in zip(sequences, spans, drafts, strict=True)
+            _Computed(sequence.take(list(islice(drawn, n)), some), len(some), prompt)
+            for sequence, n, some, prompt in zip(sequences, draws, drafts, prompts, strict=True)
         ]
 
     def _drafts(self, sequence: _Sequence, span: Span) -> array[int]:
@@ -176,12 +202,11 @@ class TorchEngine:
 
     def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
         """Logits of the packed spans' wanted rows. `known`: the token ids of each one's sequence."""
-        pad_to = ROWS if self._deterministic else 1
-        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=pad_to)
-        padding = np.zeros(-plan.rows % pad_to, dtype=np.int64)
+        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
+        padding = np.zeros(-plan.rows % self._pad_to, dtype=np.int64)
         tokens = [np.frombuffer(ids[p.start : p.end], dtype=np.int64) for ids, p in zip(known, spans, strict=True)]
         positions = [np.arange(span.start, span.end) for span in spans]
-        return self._llama.forward(
+        return self._decoder.forward(
             torch.from_numpy(np.concatenate([*tokens, padding])).to(self._device),
             torch.from_numpy(np.concatenate([*positions, padding])).to(self._device),
             plan,
@@ -261,8 +286,10 @@ class TorchEngine:
             yield from self._make.touch()
 
 
-def _with_drafts(span: Span, drafts: int) -> Span:
-    return Span(span.start, span.count + drafts, span.blocks, span.wanted + drafts) if drafts else span
+def _wanting(span: Span, drafts: int, scores: int) -> Span:
+    """With drafts behind it, and the logits of all its positions where its first ones are scored."""
+    wanted = span.count if scores else span.wanted
+    return Span(span.start, span.count + drafts, span.blocks, wanted + drafts) if drafts or scores else span
 
 
 def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
@@ -298,7 +325,7 @@ def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
 
 def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str) -> None:
     found = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
-    wanted = (config.layers, config.kv_heads, config.head_dim, 2, dtype)
+    wanted = (config.layers, config.kv_heads, config.head_dim, config.kv_parts, dtype)
     if found != wanted:
         raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
 

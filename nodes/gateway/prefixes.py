@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from pdbus.bus.errors import PdError
-from pdbus.bus.generation import Prompt
+from pdbus.bus.generation import Conversation, Prompt
 from pdbus.bus.hashing import block_hashes
 from pdbus.bus.messages import Generate
 from pdbus.bus.subscription import Subscription
@@ -58,13 +58,15 @@ class Prefixes:
 
     async def read(self, prompt: Prompt) -> Read:
         """A prompt's tokens. What is wrong with it is the node's to say."""
+        tools = prompt.tools if isinstance(prompt, Conversation) else ()
+        prompt = prompt.messages if isinstance(prompt, Conversation) else prompt
         text = prompt if isinstance(prompt, str) else None
         messages = tuple(dict(item) for item in prompt if isinstance(item, Mapping)) if text is None else ()
         if text is None and not messages:
             return _read(cast(Sequence[int], prompt))
         if self._reader is None:
             return Read()
-        asked = Generate(client_id="", text=text, messages=messages or None)
+        asked = Generate(client_id="", text=text, messages=messages or None, tools=tuple(map(dict, tools)) or None)
         try:
             return _read(await self._reader.read(asked))
         except PdError:

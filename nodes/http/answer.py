@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 from pdbus.bus import wire
 from pdbus.bus.messages import Finished, Timeline, Token, TokenLogprob
+from pdbus.bus.wire import replace
 
+from .echo import LOGPROB_MIN, Echo, named
 from .schema import Asked
-
-LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI writes this
+from .tools import Called, reader_of
 
 
 class Answer:
@@ -40,7 +41,8 @@ class Answer:
 
     def closing(self, request: bytes, finished: Finished) -> dict[str, Any]:
         """The chunk that comes after the last token's: why it ended."""
-        end = self._chunk(request, self._choice(self._last_delta(), [], finished.reason))
+        said = self._last_delta()
+        end = self._chunk(request, self._choice(said, [], self._reason(finished.reason)))
         return {**end, "pd_timeline": timeline(finished.timeline)}
 
     def counted(self, request: bytes, used: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +51,8 @@ class Answer:
 
     def choice(self, tokens: Sequence[Token], finished: Finished) -> dict[str, Any]:
         """All of it."""
-        text = "".join(token.text for token in tokens)
-        return self._choice(self._whole_text(text), tokens, finished.reason)
+        said = self._whole_text("".join(token.text for token in tokens))
+        return self._choice(said, tokens, self._reason(finished.reason))
 
     def whole(self, choices: Sequence[dict[str, Any]], ends: Sequence[Finished], n: int) -> dict[str, Any]:
         """The answer of all choices; they ended as `ends` says, `n` to each prompt."""
@@ -88,6 +90,9 @@ class Answer:
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _reason(self, reason: str) -> str:
+        return reason
+
 
 class Completion(Answer):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
@@ -95,6 +100,16 @@ class Completion(Answer):
     def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
         super().__init__(asked, model, created_s, index)
         self._offset = 0  # characters of the answer before the message at hand
+        self._echo = Echo(asked.prompts[index // asked.n]) if asked.echo else None
+
+    def _choice(self, said: dict[str, Any], tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
+        if not self._asked.answers:
+            said = {"text": ""}
+            tokens = [replace(token, tokens=b"", text="", logprobs=(), pieces=()) for token in tokens]
+        if self._echo is not None and self._offset == 0:
+            text = self._echo.text(tokens)
+            said, self._offset = {"text": text + said["text"]}, len(text)
+        return super()._choice(said, tokens, reason)
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -107,12 +122,14 @@ class Completion(Answer):
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         entries = [entry for token in tokens for entry in scored(token)]
-        return {
+        answer = {
             "tokens": [entry[0]["token"] for entry in entries],
             "token_logprobs": [entry[0]["logprob"] for entry in entries],
             "top_logprobs": [{top["token"]: top["logprob"] for top in entry[1:]} for entry in entries],
             "text_offset": [offset for token in tokens for offset in self._offsets(token)],
         }
+        prompt = self._echo.logprobs(tokens) if self._echo is not None else {}
+        return {key: [*prompt.get(key, ()), *values] for key, values in answer.items()}
 
     def _offsets(self, token: Token) -> list[int]:
         """Tokens whose text comes in one message start where it starts."""
@@ -123,22 +140,45 @@ class Completion(Answer):
 class Chat(Answer):
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
+        super().__init__(asked, model, created_s, index)
+        self._reader = reader_of(asked.tools) if asked.tools else None
+
     def opening(self, request: bytes) -> list[dict[str, Any]]:
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(request, self._choice(said, [], None))]
 
     def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
+        return {"delta": {"content": text} if self._reader is None else _delta_of(self._reader.add(text))}
 
     def _last_delta(self) -> dict[str, Any]:
-        return {"delta": {}}
+        return {"delta": {} if self._reader is None else _delta_of(self._reader.finish())}
 
     def _whole_text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._reader is None:
+            return {"message": message}
+        parts = (self._reader.add(text), self._reader.finish())
+        text, calls = "".join(part.text for part in parts), [_called(call) for part in parts for call in part.calls]
+        said = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+        return {"message": {**message, **said}}
+
+    def _reason(self, reason: str) -> str:
+        return "tool_calls" if reason == "stop" and self._reader is not None and self._reader.calls else reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         entries = [entry for token in tokens for entry in scored(token)]
         return {"content": [{**entry[0], "top_logprobs": entry[1:]} for entry in entries], "refusal": None}
+
+
+def _delta_of(said: Called) -> dict[str, Any]:
+    text = {"content": said.text} if said.text else {}
+    return {**text, "tool_calls": list(said.calls)} if said.calls else text
+
+
+def _called(call: dict[str, Any]) -> dict[str, Any]:
+    """Without its place, which only a stream needs."""
+    return {key: value for key, value in call.items() if key != "index"}
 
 
 def scored(token: Token) -> list[list[dict[str, Any]]]:
@@ -154,14 +194,9 @@ def _scored_one(chosen: int, logprob: TokenLogprob, pieces: Sequence[bytes]) -> 
     candidates = [(chosen, logprob.logprob), *logprob.top]
     known: list[bytes | None] = [*pieces, *[None] * (len(candidates) - len(pieces))]
     return [
-        {"token": _name(token, piece), "logprob": max(score, LOGPROB_MIN), "bytes": None if piece is None else [*piece]}
+        {"token": named(token, piece), "logprob": max(score, LOGPROB_MIN), "bytes": None if piece is None else [*piece]}
         for (token, score), piece in zip(candidates, known, strict=False)
     ]
-
-
-def _name(token: int, piece: bytes | None) -> str:
-    """A token's text, or its id where the node did not say its text."""
-    return f"token_id:{token}" if piece is None else piece.decode(errors="replace")
 
 
 def usage(ends: Sequence[Finished], n: int) -> dict[str, Any]:

@@ -8,11 +8,12 @@ return_token_ids; and of our own, deadline_ms.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
-from pdbus.bus.generation import DEADLINE_MS
+from pdbus.bus.generation import DEADLINE_MS, Conversation
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared, replace
 from pdbus.nodes.json_schema import check_form
@@ -28,6 +29,8 @@ from pdbus.nodes.limits import (
     check_bias,
     check_stops,
 )
+
+from .tools import Tools, tools_of
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
 SEED_OF_ZERO = SEED_MAX  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
@@ -56,11 +59,7 @@ RANGES: dict[str, tuple[float, float]] = {
 # What leaves the answer as it is; null always does, and nothing else where there is no such value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -121,7 +120,7 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Declared, forbid_unknown_fields=True):
-    """The last five are what OpenAI's own client sends back, empty, with an assistant's earlier answer."""
+    """The last four are what OpenAI's own client sends back, empty, with an assistant's earlier answer."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -152,7 +151,7 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-Prompt = str | list[dict[str, Any]] | list[int]
+Prompt = str | list[dict[str, Any]] | Conversation | list[int]
 
 
 class Asked(Declared):
@@ -166,19 +165,40 @@ class Asked(Declared):
     include_usage: bool
     return_token_ids: bool
     deadline_ms: int
+    tools: Tools | None = None  # a chat's, where its answers may call any
+    echo: bool = False  # the prompt comes first
+    answers: bool = True  # with echo, nothing but the prompt may be wanted
 
 
 def parse_completion(data: bytes) -> Asked:
     """The body of /v1/completions. Raises RequestError naming the field at fault."""
     body = wire.decode_json(data, CompletionBody)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _asked(body, _prompts(body.prompt), limit, body.logprobs)
+    if not body.echo:
+        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return _asked(body, _prompts(body.prompt), limit, body.logprobs)
+    answers = body.max_tokens != 0
+    body = body if answers else replace(body, max_tokens=1)  # which nobody is told of
+    asked = _asked(body, _prompts(body.prompt), body.max_tokens or COMPLETION_TOKENS, body.logprobs)
+    scores = body.logprobs
+    if scores is None and not all(isinstance(prompt, str) for prompt in asked.prompts):
+        scores = 0  # the node says what text the ids stand for
+    sampling = replace(asked.sampling, prompt_logprobs=scores)
+    return replace(asked, sampling=sampling, echo=True, answers=answers)
 
 
 def parse_chat(data: bytes) -> Asked:
     """The body of /v1/chat/completions. Raises RequestError naming the field at fault."""
     body = wire.decode_json(data, ChatBody)
-    return _asked(body, [messages_of(body.messages)], _chat_limit(body), _chat_logprobs(body))
+    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    messages = messages_of(body.messages)
+    prompt = Conversation(messages, tools.offered) if tools else messages
+    asked = _asked(body, [prompt], _chat_limit(body), _chat_logprobs(body))
+    if tools is None or not tools.schema:
+        return replace(asked, tools=tools)
+    if asked.sampling.json_schema:
+        problem = "tool_choice: an answer that must call a tool cannot follow response_format, too"
+        raise RequestError(problem, param="tool_choice")
+    return replace(asked, tools=tools, sampling=replace(asked.sampling, json_schema=tools.schema))
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -341,12 +361,34 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     if message.role not in ROLES:
         got, roles = f"{message.role!r:.40}", ", ".join(ROLES)
         raise RequestError(f"{path}.role: must be one of {roles}, got {got}", param=f"{path}.role")
-    for name in ("tool_calls", "annotations"):
-        if getattr(message, name):
-            raise RequestError(f"{path}.{name}: not supported", param=f"{path}.{name}", code="unsupported_value")
-    plain = {"role": message.role, "content": _content(message.content, f"{path}.content")}
-    extras = {"name": message.name, "tool_call_id": message.tool_call_id}
+    if message.annotations:
+        param = f"{path}.annotations"
+        raise RequestError(f"{param}: not supported", param=param, code="unsupported_value")
+    if message.tool_calls and message.role != "assistant":
+        param = f"{path}.tool_calls"
+        raise RequestError(f"{param}: only an assistant calls tools, not {message.role}", param=param)
+    calls = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
+    content = "" if calls and message.content is None else _content(message.content, f"{path}.content")
+    plain = {"role": message.role, "content": content}
+    extras = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": calls or None}
     return {**plain, **{key: value for key, value in extras.items() if value is not None}}
+
+
+def _tool_call(call: Any, path: str) -> dict[str, Any]:
+    """Of an earlier answer. Templates want the arguments as an object, OpenAI's API has them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{path}: must be a function with a name and arguments", param=path)
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{path}.function.arguments"
+        raise RequestError(f"{param}: must be a JSON object, as text", param=param)
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _content(content: str | list[dict[str, Any]] | None, path: str) -> str:

@@ -42,8 +42,9 @@ HEAD_S: float = KEEP_ALIVE_S  # for a request's head to arrive
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, and a connection on which no whole request head arrives in time is closed: its descriptor is worth
-    something, and uvicorn itself waits for ever."""
+    """uvicorn's, with two cares more. A connection on which no whole request head arrives in time is closed: its
+    descriptor is worth something, and uvicorn itself waits for ever. Where a body turns out to be damaged, the app that
+    has the request hears that nobody listens any more: uvicorn itself answers 400 and lets it answer too."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -62,6 +63,15 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # an answer has begun, or is all sent
+            self.transport.close()
 
     def _watch(self) -> None:
         if self.conn.their_state is not h11.IDLE:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdbus.bus import wire
 from pdbus.bus.errors import Closed, PdError, RequestError
-from pdbus.bus.messages import Sampling, Token
+from pdbus.bus.messages import Finished, Sampling, Token
 from pdbus.bus.wire import replace
 from pdbus.nodes.limits import SEED_MAX
 
@@ -94,7 +94,7 @@ class Generate:
                 await _send_stream(choices, asked, send)
                 return
             said = await together([choice.whole() for choice in choices])
-            ends = [good_end(choice.generation.finished) for choice in choices]
+            ends = ends_of(choices, asked)
             await JSON(answers[0].whole(said, ends, asked.n))(scope, receive, send)
 
     async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
@@ -137,6 +137,12 @@ class Choice(NamedTuple):
         return self.answer.choice(said, good_end(self.generation.finished))
 
 
+def ends_of(choices: Sequence[Choice], asked: Asked) -> list[Finished]:
+    """How they ended, for usage: an answer that nobody wanted has no token."""
+    ends = [good_end(choice.generation.finished) for choice in choices]
+    return ends if asked.answers else [replace(end, completion_tokens=0) for end in ends]
+
+
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What each gives. The first that fails ends all, and is what is raised."""
     if len(work) == 1:
@@ -177,7 +183,7 @@ async def _send_stream(choices: Sequence[Choice], asked: Asked, send: Send) -> N
     events = Events(send)
     try:
         await together([_send_choice(choice, events) for choice in choices])
-        ends = [good_end(choice.generation.finished) for choice in choices]
+        ends = ends_of(choices, asked)
         used = [choices[0].answer.counted(events.request, usage(ends, asked.n))] if asked.include_usage else []
         await events.say(*used, end=DONE)
     except PdError as e:

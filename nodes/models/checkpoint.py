@@ -12,6 +12,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.wire import Declared
 
 from .config import ModelConfig
+from .deepseek import ExpertsConfig, LatentConfig
 
 HEADER_BYTES_MAX = 100 << 20  # what the safetensors library itself allows
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
@@ -81,27 +82,73 @@ def _stored(file: Path, entry: dict[str, Any], base: int) -> StoredTensor:
     return StoredTensor(file=str(file), dtype=entry["dtype"], shape=shape, offset=base + begin, size=end - begin)
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]  # by tensor name
+
+
+def expected_tensors(config: ModelConfig) -> Shapes:
     """Name and shape of every tensor that a model of this configuration must have."""
-    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
+    c = config
+    shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
     for i in range(c.layers):
         layer = f"model.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = (c.hidden,)
         shapes[layer + "post_attention_layernorm.weight"] = (c.hidden,)
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, c.hidden)
-            if c.qkv_bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-        if c.qk_norm:
-            shapes |= {f"{layer}self_attn.{name}_norm.weight": (c.head_dim,) for name in ("q", "k")}
-        shapes[layer + "self_attn.o_proj.weight"] = (c.hidden, q)
-        shapes[layer + "mlp.gate_proj.weight"] = (c.ffn, c.hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (c.ffn, c.hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (c.hidden, c.ffn)
+        attention = _latent_attention(c, c.latent) if c.latent else _grouped_attention(c)
+        shapes |= {f"{layer}self_attn.{name}": shape for name, shape in attention.items()}
+        mlp = _experts(c, c.experts) if c.experts and not c.is_dense(i) else _gated(c, c.ffn)
+        shapes |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tie_embeddings:
         shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    return shapes
+
+
+def _grouped_attention(c: ModelConfig) -> Shapes:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes: Shapes = {}
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        shapes[f"{name}_proj.weight"] = (rows, c.hidden)
+        if c.qkv_bias:
+            shapes[f"{name}_proj.bias"] = (rows,)
+    if c.qk_norm:
+        shapes |= {f"{name}_norm.weight": (c.head_dim,) for name in ("q", "k")}
+    return shapes | {"o_proj.weight": (c.hidden, q)}
+
+
+def _latent_attention(c: ModelConfig, a: LatentConfig) -> Shapes:
+    queries = c.heads * (a.nope + a.rope)
+    shapes: Shapes = {"q_proj.weight": (queries, c.hidden)}
+    if a.q_rank:
+        shapes = {
+            "q_a_proj.weight": (a.q_rank, c.hidden),
+            "q_a_layernorm.weight": (a.q_rank,),
+            "q_b_proj.weight": (queries, a.q_rank),
+        }
+    shapes |= {
+        "kv_a_proj_with_mqa.weight": (a.rank + a.rope, c.hidden),
+        "kv_a_layernorm.weight": (a.rank,),
+        "kv_b_proj.weight": (c.heads * (a.nope + a.value), a.rank),
+        "o_proj.weight": (c.hidden, c.heads * a.value),
+    }
+    if a.bias:
+        biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+        shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased if f"{name}.weight" in shapes}
+    return shapes
+
+
+def _gated(c: ModelConfig, ffn: int) -> Shapes:
+    return {
+        "gate_proj.weight": (ffn, c.hidden), "up_proj.weight": (ffn, c.hidden), "down_proj.weight": (c.hidden, ffn),
+    }  # fmt: skip
+
+
+def _experts(c: ModelConfig, e: ExpertsConfig) -> Shapes:
+    shapes: Shapes = {"gate.weight": (e.count, c.hidden)}
+    if e.sigmoid:
+        shapes["gate.e_score_correction_bias"] = (e.count,)
+    members = {f"experts.{i}": e.ffn for i in range(e.count)} | {"shared_experts": e.shared * e.ffn}
+    for member, ffn in members.items():
+        shapes |= {f"{member}.{name}": shape for name, shape in _gated(c, ffn).items()}
     return shapes
 
 
@@ -122,4 +169,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
+    drafting = (f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
+    if name.startswith(tuple(drafting)):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")

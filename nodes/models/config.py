@@ -11,17 +11,22 @@ from pdbus.bus.wire import Declared
 from pdbus.connector.layout import heads_of
 
 from .cache import is_in_cache
+from .deepseek import ARCHITECTURES as DEEPSEEK
+from .deepseek import ExpertsConfig, LatentConfig, read_experts, read_latent
 from .fields import Fields
 from .rope import RopeConfig, read_rope
 
 LAYERS_MAX = 1024  # each layer's tensors are looked up one by one; no model has nearly as many layers
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *DEEPSEEK)
 DEMO_NAME = "smollm2-135m-instruct"
 DEMO_NAMES = (DEMO_NAME, "smollm2-135m")  # served under the first, whichever was asked for
 
 
 class ModelConfig(Declared):
-    """A decoder of the Llama family. `max_positions` in tokens; `head_dim`, `hidden`, `ffn` in channels."""
+    """A decoder of the Llama or DeepSeek family. `max_positions` in tokens; `head_dim`, `hidden`, `ffn` in channels.
+
+    Where attention is latent, the cache has one head, that of the latents, and `head_dim` is their width.
+    """
 
     architecture: str
     layers: int
@@ -39,6 +44,23 @@ class ModelConfig(Declared):
     qk_norm: bool  # of every head of Q and K
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    draft_layers: int = 0  # in the checkpoint behind the others; not used
+
+    @property
+    def kv_parts(self) -> int:
+        """Of a cache row: K and V, or the latent that is both."""
+        return 1 if self.latent else 2
+
+    @property
+    def rotated(self) -> int:
+        """The channels of a head that are rotated."""
+        return self.latent.rope if self.latent else self.head_dim
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether it has a feed-forward layer, not experts."""
+        return self.experts is None or layer < self.experts.first_layer
 
 
 class ResolvedModel(Declared):
@@ -77,7 +99,10 @@ def _checked(folder: Path) -> ModelConfig:
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
     """Whether ranks can share the model. Raises ConfigError naming `--tp`."""
-    for name, count in (("attention heads", config.heads), ("channels of the feed-forward layers", config.ffn)):
+    counts = {"attention heads": config.heads, "channels of the feed-forward layers": config.ffn}
+    if config.experts:
+        counts["channels of each expert"] = config.experts.ffn
+    for name, count in counts.items():
         if count % ranks:
             raise ConfigError("--tp", f"{ranks} ranks cannot share the model's {count} {name} equally")
     heads_of(config.kv_heads, ranks, 0)
@@ -131,31 +156,42 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig
     """config.json and generation_config.json as a ModelConfig. Raises ConfigError for what we cannot compute."""
     fields = Fields("config.json", raw)
     architecture = _architecture(fields)
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    layers, heads = fields.whole("num_hidden_layers", most=LAYERS_MAX), fields.whole("num_attention_heads")
+    latent = read_latent(fields, architecture, heads) if architecture in DEEPSEEK else None
     vocab, max_positions = fields.whole("vocab_size"), fields.whole("max_position_embeddings", 2048)
-    _refuse_variants(fields, max_positions)
-    config = ModelConfig(
+    _refuse_variants(fields, max_positions, latent is not None)
+    kv_heads, head_dim = (1, latent.rank + latent.rope) if latent else _heads(fields, heads)
+    rope = read_rope(fields, max_positions, latent.rope if latent else head_dim)
+    return ModelConfig(
         architecture=architecture,
-        layers=fields.whole("num_hidden_layers", most=LAYERS_MAX),
-        hidden=hidden,
+        layers=layers,
+        hidden=fields.whole("hidden_size"),
         heads=heads,
-        kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         ffn=fields.whole("intermediate_size"),
         vocab=vocab,
-        max_positions=max_positions,
+        max_positions=min(max_positions, rope.original_positions) if rope.kind == "longrope" else max_positions,
         norm_eps=fields.real("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, max_positions),
+        rope=rope,
         tie_embeddings=fields.switch("tie_word_embeddings", False),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         bos_ids=_token_ids(fields, generation, "bos_token_id", vocab),
         eos_ids=_token_ids(fields, generation, "eos_token_id", vocab),
+        latent=latent,
+        experts=read_experts(fields, architecture, layers) if latent else None,
+        draft_layers=fields.whole("num_nextn_predict_layers", 0, least=0, most=LAYERS_MAX) if latent else 0,
     )
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        problem = f"config.json: {heads} heads of {config.head_dim} over {config.kv_heads} KV heads do not fit"
-        raise ConfigError("--model", problem)
-    return config
+
+
+def _heads(fields: Fields, heads: int) -> tuple[int, int]:
+    """How many KV heads there are, and the channels of a head."""
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    head_dim = fields.whole("head_dim", fields.whole("hidden_size") // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError("--model", f"config.json: {heads} heads of {head_dim} over {kv_heads} KV heads do not fit")
+    return kv_heads, head_dim
 
 
 def _architecture(fields: Fields) -> str:
@@ -168,11 +204,11 @@ def _architecture(fields: Fields) -> str:
     return str(names[0])
 
 
-def _refuse_variants(fields: Fields, max_positions: int) -> None:
+def _refuse_variants(fields: Fields, max_positions: int, latent: bool) -> None:
     sliding = "sliding_window" in fields and fields.switch("use_sliding_window", True)
     wrong = {
         "hidden_act": fields.text("hidden_act", "silu") != "silu",
-        "attention_bias": fields.switch("attention_bias", False),
+        "attention_bias": not latent and fields.switch("attention_bias", False),
         "mlp_bias": fields.switch("mlp_bias", False),
         "sliding_window": sliding and fields.whole("sliding_window") < max_positions,
         "quantization_config": fields.get("quantization_config"),

@@ -28,10 +28,11 @@ class Fields:
         """As it stands, unchecked; None where there is none."""
         return self._values.get(key)
 
-    def whole(self, key: str, default: int | None = None, *, most: int = WHOLE_MAX) -> int:
+    def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int = WHOLE_MAX) -> int:
         value = self._value(key, default)
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.wrong(key, f"must be a positive integer, at most {most}", value)
+        if type(value) is not int or not least <= value <= most:
+            kind = "a positive integer" if least == 1 else f"an integer, at least {least}"
+            raise self.wrong(key, f"must be {kind}, at most {most}", value)
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -39,6 +40,13 @@ class Fields:
         if type(value) not in (int, float) or not (0 < value <= WHOLE_MAX) or not math.isfinite(value):
             raise self.wrong(key, "must be a positive number", value)
         return float(value)
+
+    def reals(self, key: str, count: int) -> tuple[float, ...]:
+        value = self._value(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(key, f"must be a list of {count} numbers")
+        numbers = Fields(self._file, {f"{key}[{i}]": number for i, number in enumerate(value)}, self._table)
+        return tuple(numbers.real(f"{key}[{i}]") for i in range(count))
 
     def switch(self, key: str, default: bool) -> bool:
         value = self._value(key, default)

@@ -17,10 +17,10 @@ from .cache import is_cached, new_folder, unwritable
 from .checkpoint import expected_tensors
 from .config import parse_config
 
-Size = Literal["58m", "tiny", "tiny6"]
+Size = Literal["58m", "tiny", "tiny6", "wide"]
 SEED = 0
 # The tiny ones' weights are larger, so that logits lie well apart and tokens depend on the whole prompt. Two or three
-# ranks can share tiny6, but for its tokens.
+# ranks can share tiny6, but for its tokens. The heads of wide are as vLLM's CPU kernels want them.
 SIZES: dict[Size, dict[str, Any]] = {
     "58m": {
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -30,6 +30,11 @@ SIZES: dict[Size, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384, "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+    },
+    "wide": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 384, "max_position_embeddings": 2048,
         "initializer_range": 0.2,
     },
     "tiny6": {

@@ -9,13 +9,16 @@ from pdbus.bus.wire import Declared
 
 from .fields import Fields
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 TABLES = ("rope_scaling", "rope_parameters")  # the first of them that says anything holds, as in transformers
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 class RopeConfig(Declared):
     """Rotary position encoding. `kind` linear divides positions by `factor`; llama3 only the slow frequencies, and yarn
-    too, which also multiplies what is rotated by `attention_factor`."""
+    too; longrope divides each frequency by its own of `factors`. The last two also multiply what is rotated by
+    `attention_factor`."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -27,10 +30,13 @@ class RopeConfig(Declared):
     beta_slow: float = 1.0  # up to so many it is divided
     truncate: bool = True  # these bounds to whole channels
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+    score_factor: float = 1.0  # that latent attention multiplies its scores by
 
 
-def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
-    """Both spellings: rope_theta with rope_scaling, and the newer rope_parameters that holds everything.
+def read_rope(fields: Fields, max_positions: int, channels: int) -> RopeConfig:
+    """Both spellings: rope_theta with rope_scaling, and the newer rope_parameters that holds everything. `channels` of
+    a head are rotated.
 
     Where both are given, rope_scaling alone holds. What then would be passed over without a word and means something
     else is refused: another type or base beside it. Raises ConfigError naming `--model`, the file and the key.
@@ -50,6 +56,9 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
         return RopeConfig(theta=theta, kind=kind, factor=rope.real("factor"))
     if kind == "yarn":
         return _yarn(rope, theta, max_positions)
+    if kind == "longrope":
+        original = fields if ORIGINAL in fields else rope  # as Phi-3 has it
+        return _longrope(rope, theta, original.whole(ORIGINAL, max_positions), max_positions, channels)
     low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
     if low >= high:
         raise rope.error("high_freq_factor", f"is {high:g}, but must be more than low_freq_factor, {low:g}")
@@ -59,13 +68,13 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
         factor=rope.real("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_positions=rope.whole("original_max_position_embeddings", max_positions),
+        original_positions=rope.whole(ORIGINAL, max_positions),
     )
 
 
 def _yarn(rope: Fields, theta: float, max_positions: int) -> RopeConfig:
     """YaRN (Peng et al., 2023, arXiv:2309.00071), with DeepSeek's `mscale` and `mscale_all_dim`."""
-    original = rope.whole("original_max_position_embeddings", max_positions)
+    original = rope.whole(ORIGINAL, max_positions)
     factor = rope.real("factor", max_positions / original)
     if "mscale" in rope and "mscale_all_dim" in rope:
         attention_factor = _mscale(factor, rope.real("mscale")) / _mscale(factor, rope.real("mscale_all_dim"))
@@ -80,6 +89,23 @@ def _yarn(rope: Fields, theta: float, max_positions: int) -> RopeConfig:
         beta_slow=rope.real("beta_slow", 1.0),
         truncate=rope.switch("truncate", True),
         attention_factor=rope.real("attention_factor", attention_factor),
+        score_factor=_mscale(factor, rope.real("mscale_all_dim")) ** 2 if "mscale_all_dim" in rope else 1.0,
+    )
+
+
+def _longrope(rope: Fields, theta: float, original: int, max_positions: int, channels: int) -> RopeConfig:
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753) within the context that the model was first trained for.
+
+    Beyond it other factors hold, for all positions: keys that are in the cache, and shared, would have to turn.
+    """
+    factor = rope.real("factor", max_positions / original)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        original_positions=original,
+        attention_factor=rope.real("attention_factor", grown),
+        factors=rope.reals("short_factor", channels // 2),
     )
 
 

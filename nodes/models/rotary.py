@@ -33,6 +33,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "longrope":
+        return frequencies / torch.tensor(rope.factors)
     kept = _kept_by_llama3(rope, frequencies) if rope.kind == "llama3" else _kept_by_yarn(rope, head_dim)
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
 

@@ -194,6 +194,9 @@ def simulate(
     max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
     max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
     skip_sampling: Annotated[bool, typer.Option("--skip-sampling", help="Prefill nodes sample nothing.")] = False,
+    prefill_policy: Annotated[
+        str, typer.Option(metavar="WHERE", help="As a node's: remote (the default), auto or local.")
+    ] = "",
     block_size: Annotated[
         int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
     ] = 0,
@@ -234,6 +237,7 @@ def simulate(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         skip_sampling=skip_sampling,
+        prefill_policy=prefill_policy,
         link_gb_per_s=link,
         lease_ns=_duration("--lease", lease),
         renew_ns=_duration("--renew", renew),

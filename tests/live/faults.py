@@ -39,14 +39,39 @@ Status = dict[str, Any]
 SLOW_PREFILL = {"coded_token_us": 1000}  # 64 ms a chunk: time to see it happen
 
 
-class Site:
+class Frozen:
+    """Processes that have been stopped, and can be let go on."""
+
+    def __init__(self) -> None:
+        self._frozen: set[int] = set()
+
+    def freeze(self, pid: int) -> None:
+        self._frozen.add(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self, pid: int) -> None:
+        self._frozen.discard(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def pids(self) -> set[int]:
+        return set(self._frozen)
+
+    def thaw_all(self) -> None:
+        for pid in tuple(self._frozen):
+            self.thaw(pid)
+
+
+class Site(Frozen):
     """One cluster in a loop of its own. What a test has frozen or killed is whole again for the next one."""
 
     def __init__(self, runner: asyncio.Runner, cluster: Cluster, bound_s: float) -> None:
+        super().__init__()
         self.cluster = cluster
         self._bound_s = bound_s
         self._runner = runner
-        self._frozen: set[int] = set()
 
     @property
     def p(self) -> NodeProcess:
@@ -67,19 +92,6 @@ class Site:
             for node in self.cluster.nodes:
                 e.add_note("\n".join((f"--- {node.name}", *node.tail)))
             raise
-
-    def freeze(self, pid: int) -> None:
-        self._frozen.add(pid)
-        os.kill(pid, signal.SIGSTOP)
-
-    def thaw(self, pid: int) -> None:
-        self._frozen.discard(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-    def thaw_all(self) -> None:
-        for pid in tuple(self._frozen):
-            self.thaw(pid)
 
     def mend(self) -> None:
         """After a test: everything goes on or is started again, all are linked, every ledger is clean."""

@@ -184,7 +184,7 @@ def test_default_ports_that_are_taken_give_way_and_it_is_said() -> None:
         node = NodeProcess("n", "both", (*NODE_COMMAND, "--engine", "coded", "--kv-blocks", "64"), address="")
         await node.start()
         async with asyncio.timeout(30):
-            while not any("ready in" in line for line in node.tail):  # noqa: ASYNC110
+            while not any("is ready" in line for line in node.tail):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         node.signal(signal.SIGTERM)
         assert await node.wait() == 0
@@ -209,7 +209,7 @@ def test_events_that_give_way_are_said() -> None:
         node = NodeProcess("n", "both", (*NODE_COMMAND, *options), address="")
         await node.start()
         async with asyncio.timeout(30):
-            while not any("ready in" in line for line in node.tail):  # noqa: ASYNC110
+            while not any("is ready" in line for line in node.tail):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         node.signal(signal.SIGTERM)
         assert await node.wait() == 0

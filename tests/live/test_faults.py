@@ -36,7 +36,7 @@ from .faults import (
     watch,
 )
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]  # tests/chaos has a spread of them
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,6 @@ async def kill_worker_in_step(d: Client, last: int = 0) -> int:
     return worker
 
 
-@pytest.mark.long
 @scenario
 async def test_decode_mover_frozen_while_it_reads(hurt: Site) -> None:
     async with Client(hurt.d.address) as d:
@@ -203,7 +202,6 @@ async def test_decode_worker_frozen_while_it_decodes(hurt: Site) -> None:
         await ask(d, prompt(50, 24))
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_killed_before_it_answers_the_claim(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -237,7 +235,6 @@ async def claiming(site: Site, d: Client, children: dict[str, int], asked: list[
     return task
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -250,7 +247,6 @@ async def test_prefill_control_frozen_while_it_computes(hurt: Site) -> None:
         await ask_remotely(d, 9)
 
 
-@pytest.mark.long
 @scenario
 async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:
@@ -265,7 +261,6 @@ async def test_prefill_node_silent_for_long_is_dead_and_comes_back(hurt: Site) -
         assert await pids_of(p) == children
 
 
-@pytest.mark.long
 @scenario
 async def test_a_prefill_node_where_attempts_fail_is_left_alone_until_a_trial_succeeds(hurt: Site) -> None:
     async with Client(hurt.d.address) as d, Client(hurt.p.address) as p:

@@ -32,7 +32,7 @@ from .faults import (
     watch,
 )
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]  # tests/chaos has a spread of them
 
 SHORT, ALL = 3, 30  # readers killed
 
@@ -51,7 +51,7 @@ def hurt(readers: Site) -> Iterator[Site]:
     readers.mend()
 
 
-@pytest.mark.parametrize("rounds", [SHORT, pytest.param(ALL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [SHORT, ALL])
 @pytest.mark.timeout(600)
 @scenario
 async def test_a_reader_that_dies_in_mid_read(hurt: Site, rounds: int) -> None:
@@ -112,7 +112,6 @@ async def reader_dies(site: Site, p: Client, d: Client, round_: int, salt: int) 
     await ask_remotely(d, 2000 + salt)
 
 
-@pytest.mark.long
 @scenario
 async def test_reader_control_killed_in_mid_read(hurt: Site) -> None:
     """Its mover lives on until the read has ended, so that the owner's survives."""

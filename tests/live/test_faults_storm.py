@@ -94,6 +94,7 @@ async def test_200_requests_with_50_cancels_on_two_prefill_nodes(hurt: Site) -> 
     assert set(outcomes) <= {"length", "cancelled"}
 
 
+@pytest.mark.long
 @scenario
 async def test_a_storm_while_prefill_nodes_and_movers_die(hurt: Site) -> None:
     first, second = hurt.cluster.prefill

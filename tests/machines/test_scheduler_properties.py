@@ -36,7 +36,7 @@ class Life(RuleBasedStateMachine):
         self.pool = BlockPool(BLOCKS, SIZE)
         self.scheduler = Scheduler(self.pool, Limits(max_batch_tokens=5, prefill_chunk=3))
         self.requests = Requests(
-            self.pool, self.scheduler, max_model_len=TOKENS_MAX, running_max=4, choose=lambda r, now: None
+            self.pool, self.scheduler, max_model_len=TOKENS_MAX, running_max=4, choose=lambda r, cached, now: None
         )
         self.worker = ModelWorker(SIZE)
         self.sampled: list[int] = []  # in the step that is out

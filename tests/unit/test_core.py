@@ -264,14 +264,14 @@ def test_who_joins_a_peer_hears_which_side_is_still_starting() -> None:
     node.hear(ev.JoinAsked(address=address))
     node.hear(ev.LinkOpened(address=address, link="to peer"))
     node.told(Welcome(hello=hello))
-    assert report.joined(node.core, address) is None
-    assert "linked with peer, but this node's own mover is still starting" in report.waiting(node.core, address)
+    assert report.joined(node.core, [address]) == [None]
+    assert "linked with peer, but this node's own mover is still starting" in report.waiting(node.core, [address])[0]
     node.up()
-    assert "peer is still starting: it is used by itself" in report.waiting(node.core, address)
+    assert "peer is still starting: it is used by itself" in report.waiting(node.core, [address])[0]
     node.told(agent(1, "peer"))
-    assert "still connecting to the memory of peer" in report.waiting(node.core, address)
+    assert "still connecting to the memory of peer" in report.waiting(node.core, [address])[0]
     node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 1)))
-    assert report.joined(node.core, address) == Outcome(target=address, ok=True, detail="peer")
+    assert report.joined(node.core, [address]) == [Outcome(target=address, ok=True, detail="peer")]
 
 
 def test_a_peer_that_comes_back_after_its_goodbye_is_served(prefill: Node) -> None:
@@ -540,3 +540,67 @@ def test_a_check_that_a_worker_took_with_it_is_asked_of_the_next() -> None:
     assert node.got(ev.CheckKv) == [check]
     node.hear(ev.KvChecked(request=b"q", attempt=1))
     assert node.said() == [TransferDone(try_=TRY, lease=LEASE)]
+
+
+# ---------------------------------------------------------------- where prompts are computed
+
+
+def measured(node: Node, name: str, tokens_per_s: int, queued: int = 0) -> None:
+    node.told(Heartbeat(prefill_tokens_per_s=tokens_per_s, waiting_prefill_tokens=queued), name)
+
+
+@pytest.fixture
+def auto() -> Node:
+    """A decode node that may choose between two prefill nodes and itself."""
+    node = Node("decode", prefill_policy="auto")
+    node.up()
+    for name in ("p1", "p2"):
+        node.meet_ready(name)
+    return node
+
+
+def test_auto_asks_the_prefill_node_that_is_sooner_and_says_why(auto: Node) -> None:
+    measured(auto, "p1", 1000, queued=500)
+    measured(auto, "p2", 1000)
+    auto.core.places.steps.stepped(100, False, 1, 10 * S, auto.now)
+    assert auto.asks(1) == "p2"
+    (placed,) = (e for e in auto.got(ev.Publish) if e.event == "prefill.placed")
+    assert placed.data["node"] == "p2" and placed.data["request"] == b"1".hex()
+    there: Any = placed.data["there"]
+    assert {node["node"]: node["queued_tokens"] for node in there} == {"p1": 500, "p2": 0}
+    assert all(node["estimate_ns"] for node in there)
+
+
+def test_auto_computes_here_what_is_sooner_here(auto: Node) -> None:
+    for name in ("p1", "p2"):
+        measured(auto, name, 1000, queued=500)
+    auto.core.places.steps.stepped(100, False, 1, S // 100, auto.now)
+    assert auto.asks(1) == ""
+    assert auto.got(ev.RunStep)
+
+
+def test_a_queue_is_worked_off_between_heartbeats(auto: Node) -> None:
+    measured(auto, "p1", 1000, queued=400)
+    measured(auto, "p2", 1000, queued=0)
+    auto.core.places.steps.stepped(100, False, 1, 10 * S, auto.now)
+    assert auto.asks(1) == "p2"
+    auto.now += S // 2
+    assert auto.asks(2) == "p1"
+
+
+def test_a_node_tells_how_fast_it_computes_prompts_when_it_is_asked(prefill: Node) -> None:
+    prefill.asked()
+    step = prefill.core.scheduler.step
+    rows = tuple(ev.StepRowEnded(seq=seq, payload=b"t") for seq in prefill.core.scheduler._rows)
+    prefill.hear(ev.StepEnded(step=step, rows=rows, compute_ns=6 * S // 1000))
+    prefill.told(Heartbeat(reply=True))
+    (answer,) = (m for m in prefill.said() if isinstance(m, Heartbeat))
+    assert answer.prefill_tokens_per_s == 1000
+
+
+def test_local_asks_nobody() -> None:
+    node = Node("decode", prefill_policy="local")
+    node.up()
+    node.meet_ready("p1")
+    assert node.asks(1) == ""
+    assert node.got(ev.RunStep)

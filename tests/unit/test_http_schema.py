@@ -139,6 +139,23 @@ def test_null_is_the_same_as_absent() -> None:
     assert completion(**dict.fromkeys(fields)) == completion()
 
 
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def with_defs(name: str, kind: str) -> dict[str, Any]:
+    return tool(name, parameters={"type": "object", "$defs": {"x": {"type": kind}}})
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 BAD_FIELDS = [
     ({"max_tokens": 0}, "max_tokens", "must be between 1 and"),
     ({"max_tokens": -1}, "max_tokens", "must be between 1 and"),
@@ -192,7 +209,7 @@ BAD_COMPLETION = [
     ({"prompt": [1.5]}, "prompt[0]", "got a number"),
     ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
     ({"best_of": 2}, "best_of", "only 1 is supported"),
-    ({"echo": True}, "echo", "only false is supported"),
+    ({"max_tokens": 0}, "max_tokens", "must be between 1 and"),
     ({"suffix": "x"}, "suffix", 'only "" is supported'),
 ]
 BAD_CHAT = [
@@ -218,7 +235,40 @@ BAD_CHAT = [
     ({"logprobs": 3}, "logprobs", "expected true or false"),
     ({"top_logprobs": 3}, "top_logprobs", "only allowed with logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),
-    ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", 'only "function" is supported'),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [tool("a", parameters=[])]}, "tools[0].function.parameters", "must be a JSON schema"),
+    ({"tools": [tool("a", description=1)]}, "tools[0].function.description", "expected a string"),
+    ({"tools": [tool("a"), tool("a")]}, "tools", "two are named a"),
+    ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "at most 128"),
+    ({"tool_choice": "required"}, "tool_choice", "tools offers none"),
+    ({"tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "none, auto, required or a function"),
+    ({"tools": [tool("a")], "tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required or"),
+    ({"tools": [tool("a")], "tool_choice": named("b")}, "tool_choice", "no tool is named 'b'"),
+    (
+        {"tools": [tool("a")], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+        "cannot follow response_format",
+    ),
+    (
+        {"tools": [tool("a", parameters={"description": "x" * 70_000})], "tool_choice": named("a")},
+        "tools",
+        "at most 16384 bytes",
+    ),
+    (
+        {"tools": [with_defs("a", "string"), with_defs("b", "integer")], "tool_choice": "required"},
+        "tools[1].function.parameters.$defs.x",
+        "another tool has another one",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+        "messages[0].tool_calls",
+        "only an assistant",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "must be a function"),
+    ({"messages": [calling("[1]")]}, "messages[0].tool_calls[0].function.arguments", "must be a JSON object"),
+    ({"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments", "must be a JSON object"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "must be a JSON schema"),
     (

@@ -29,7 +29,7 @@ class Node:
         )
         self.arrived = 0
 
-    def _choose(self, r: Request, now: int) -> Source | None:
+    def _choose(self, r: Request, cached: int, now: int) -> Source | None:
         free = [name for name in self.sources if name not in r.tried]
         return Source(node=free[0], incarnation=b"i", epoch=3, link=f"to {free[0]}", block_size=8) if free else None
 

@@ -211,6 +211,33 @@ def test_what_templates_are_used_to_finding(tmp_path: Path) -> None:
     assert chat_with(tmp_path, "a\n  {% if true %}\nb\n  {% endif %}\n") == "a\nb\n"
 
 
+def test_a_template_is_given_tools_and_earlier_calls(tmp_path: Path) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = HFTokenizer(write_folder(tmp_path, byte_level(), chat_template=template))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+    assert tokenizer.decode(tokenizer.chat(messages, tools=tools)) == 'f g hi {"a": 1}'
+    assert tokenizer.decode(tokenizer.chat(messages)) == 'hi {"a": 1}'
+
+
+def test_a_template_with_no_place_for_tools_says_so(tmp_path: Path) -> None:
+    """Else the model would never hear of them."""
+    tokenizer = HFTokenizer(write_folder(tmp_path, byte_level(), chat_template="{{ messages[0].content }}"))
+    with pytest.raises(RequestError, match="no place for tools") as e:
+        tokenizer.chat([{"role": "user", "content": "hi"}], tools=[{"type": "function"}])
+    assert (e.value.param, e.value.code) == ("tools", "unsupported_value")
+
+
+def test_bytes_have_a_line_for_tools() -> None:
+    ids = ByteTokenizer().chat([{"role": "user", "content": "hi"}], tools=[{"name": "f"}])
+    assert bytes(ids) == b'tools> [{"name":"f"}]\nuser> hi\n>'
+
+
 def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert chat_with(tmp_path / "named", [{"name": "x", "template": "x"}, {"name": "default", "template": "d"}]) == "d"
     (tmp_path / "chat_template.jinja").write_text("file")

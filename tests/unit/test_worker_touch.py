@@ -80,8 +80,15 @@ def test_other_messages_do_not() -> None:
     assert done([Warm()], [ProbeWorker(probe=1)])[:3] == ["wait", "a", "b"]
 
 
-def test_every_matrix_of_a_model_is_touched() -> None:
-    make = LinearMaker("float32", packs=True, deterministic=False)
-    for outputs, inputs in ((8, 4), (4, 8), (64, 4)):
-        make("w", torch.ones(outputs, inputs))
-    assert len(list(make.touch())) == 3
+@pytest.mark.parametrize("weights", ["float32", "fp16", "auto"])
+def test_every_matrix_of_a_model_is_touched(weights: str) -> None:
+    make = LinearMaker(weights, packs=True, deterministic=False)
+    for shape in ((8, 4), (4, 8), (64, 4), (2, 8, 4)):
+        make("w", torch.ones(shape))
+    assert len(list(make.touch())) == 4
+
+
+def test_of_whatever_type() -> None:
+    make = LinearMaker("auto", packs=False, deterministic=False)
+    make("w", torch.ones(8, 4, dtype=torch.bfloat16))
+    assert len(list(make.touch())) == 1

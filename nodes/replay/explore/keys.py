@@ -14,7 +14,7 @@ from pdbus.connector.timers import Timers
 LEFT_OUT = frozenset((
     "counters", "_config", "config", "_events", "_handlers", "_choose", "marks", "granted_ns", "order", "_orders",
     "deadline_ns", "last_heard_ns", "use_until_ns", "use_since_ns", "ping_ns", "remove_ns", "due_ns", "open_ns",
-    "_load", "load", "_owner", "_pool", "_scheduler", "_offers", "_stage",
+    "_load", "load", "load_ns", "_owner", "_pool", "_scheduler", "_offers", "_stage", "places",
 ))  # fmt: skip
 SINCE = frozenset(("_started_ns",))  # times by key that were
 UNTIL = frozenset(("_until", "_reload_ns"))  # times by key

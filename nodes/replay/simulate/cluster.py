@@ -150,10 +150,15 @@ class SimCluster:
 
     # ------------------------------------------------------------ what nodes say
 
+    @property
+    def watches(self) -> bool:
+        """Whether links need no heartbeats: none is recorded, and nobody goes by what they say."""
+        return self.record is None and self.plan.prefill_policy != "auto"
+
     def published(self, node: SimNode, e: ev.Publish) -> None:
         if e.event == "node.up":
             peer = str(e.data["node"])
-            if self.record is None and self._trouble.calm(node.name, peer):
+            if self.watches and self._trouble.calm(node.name, peer):
                 node.post(ev.WatchChanged(peer=peer, watched=True))
         elif e.event in ("attempt.failed", "lease.ended"):
             self.counters[f"{e.event}: {e.data['cause']}"] += 1

@@ -213,6 +213,7 @@ class SimNode(Shell):
             limits=Limits(max_batch_tokens=plan.max_batch_tokens, prefill_chunk=plan.prefill_chunk),
             running_max=plan.max_running,
             skip_sampling=plan.skip_sampling and prefills,
+            prefill_policy=plan.prefill_policy,
             handoff=plan.handoff,
         )
 

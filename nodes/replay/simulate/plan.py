@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pdbus.bus.errors import ConfigError
 from pdbus.connector.handoff import HandoffConfig
 
+from ...placing import POLICIES
 from ..workload import Workload
 from .faults import Fault, check_nodes
 from .profile import Profile
@@ -31,6 +32,7 @@ class Options(NamedTuple):
     max_running: int = 0
     skip_sampling: bool = False
     link_gb_per_s: float = 0.0
+    prefill_policy: str = ""
     lease_ns: int = 0
     renew_ns: int = 0
     claim_ns: int = 0
@@ -61,6 +63,7 @@ class Plan(NamedTuple):
     reach: int
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    prefill_policy: str = POLICIES[0]  # where decode nodes have prompts computed
 
     @property
     def max_model_len(self) -> int:
@@ -93,6 +96,7 @@ def plan_of(options: Options, profile: Profile, workload: Workload) -> Plan:
         reach=options.reach,
         faults=options.faults,
         seed=options.seed,
+        prefill_policy=options.prefill_policy or POLICIES[0],
     )
     _check(plan)
     return plan
@@ -112,6 +116,8 @@ def _handoff(options: Options, block_bytes: int) -> HandoffConfig:
 
 
 def _check(plan: Plan) -> None:
+    if plan.prefill_policy not in POLICIES:
+        raise ConfigError("--prefill-policy", f"{plan.prefill_policy!r} is not known; give {', '.join(POLICIES)}")
     for option, count in (("--prefill", plan.prefill), ("--decode", plan.decode)):
         if not 1 <= count <= NODES_MAX:
             raise ConfigError(option, f"{count} nodes; give 1 to {NODES_MAX}")

@@ -86,6 +86,7 @@ class RecordedCluster:
             lease_ns=options.lease_ns or handoff.lease_ns,
             renew_ns=options.renew_ns or (0 if options.lease_ns else handoff.renew_ns),
             claim_ns=options.claim_ns or (0 if options.lease_ns else handoff.claim_ns),
+            prefill_policy=options.prefill_policy or self.decode[0].core.prefill_policy,
         )
         names = {node.core.name: number for number, node in enumerate(self.decode)}
         if options.policy or filled.decode != len(names):

@@ -94,7 +94,7 @@ class Trouble:
 
     def _watch(self, fault: Fault, watched: bool) -> None:
         """Who is not up cannot be watched: the core says so, and nothing changes."""
-        if self._cluster.record is not None:
+        if not self._cluster.watches:
             return
         nodes = self._cluster.nodes
         for node in nodes.values():

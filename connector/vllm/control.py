@@ -1,0 +1,330 @@
+"""The shell around the core, in a thread of vLLM's scheduler process: bus, mover, clock.
+
+Decisions are made under a lock, by whichever thread has something to tell: vLLM's scheduler must not wait for another
+thread's turn. What they lead to is done by the loop's thread alone, in the order decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pdbus import __version__
+from pdbus.bus.endpoint import Endpoint, Received
+from pdbus.bus.errors import Broken, ConfigError, PdError
+from pdbus.bus.members import MembershipConfig
+from pdbus.bus.membership import Membership
+from pdbus.bus.messages import Hello
+from pdbus.bus.publisher import Publisher
+from pdbus.bus.wire import pack_u32
+
+from .. import events as ev
+from .. import ipc
+from ..handoff import HandoffConfig
+from ..layout import layout_of, rank_block_bytes
+from ..managed import Managed, agent_of
+from ..process import Exit
+from ..readable import unreadable
+from ..run_directory import RunDirectory
+from ..slab import Slab
+from .copies import SlabAt
+from .core import PairConfig, PairCore
+from .events import EngineEvent
+from .model import KvShape
+from .settings import MIB, WHERE, Settings
+from .wants import Want
+
+S = 1_000_000_000
+START_WAIT_S = 30.0  # for the bus to be bound
+STOP_WAIT_S = 10.0  # for the mover to end in good order
+FLUSH_MS = 500  # what last words get to leave
+STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is handed over any more
+RESTART_WAIT_S = 0.1
+RENEWALS = 6  # in a lease's time, as on a node: some may be lost
+TICK_MIN_S = 0.001
+
+log = logging.getLogger("vllm.pdbus")
+
+
+class Control:
+    """One server's. `start` returns when the bus is bound; after `stop`, or a mistake of ours, nothing is handed over
+    and vLLM computes every prompt itself."""
+
+    def __init__(self, settings: Settings, shape: KvShape) -> None:
+        """Raises ConfigError when the slab would hold less than two blocks, or cannot be had."""
+        block_bytes = rank_block_bytes(shape.geometry)
+        self._blocks = settings.kv_memory_mib * MIB // block_bytes
+        if self._blocks < 2:
+            raise ConfigError(
+                f"{WHERE}.kv_memory_mib", f"{settings.kv_memory_mib} MiB hold {self._blocks} blocks of {block_bytes} "
+                "bytes; at least 2"
+            )  # fmt: skip
+        self._settings, self._shape = settings, shape
+        self._slab = Slab.create(self._blocks * block_bytes)
+        self.slab_at = SlabAt(path=self._slab.path, size_bytes=self._slab.size_bytes, blocks=self._blocks)
+        self.address = ""  # of the bus, once it is bound
+        self._incarnation = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._core: PairCore | None = None  # None: not started, or over
+        self._effects: deque[ev.NodeEffect] = deque()
+        self._draining = False
+        self._bound = threading.Event()
+        self._problem: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="pdbus", daemon=True)
+        self._starts = 0
+        self._asked = False  # the mover was told to end
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------------------ from vLLM's thread
+
+    def start(self) -> None:
+        """Raises ConfigError for an address that cannot be had, Broken where nothing works."""
+        self._thread.start()
+        if not self._bound.wait(START_WAIT_S):
+            raise Broken(f"the bus was not bound within {START_WAIT_S:.0f} s")
+        if self._problem is not None:
+            raise self._problem
+
+    def stop(self) -> None:
+        """Say goodbye, end the mover."""
+        if self._thread.is_alive():
+            self.tell(ev.LeaveAsked())
+            self._thread.join(STOP_WAIT_S)
+
+    def tell(self, event: ev.NodeEvent | EngineEvent) -> None:
+        """Let the core decide, now; what follows is done soon, by the loop's thread."""
+        with self._lock:
+            if self._core is None:
+                return
+            try:
+                self._effects.extend(self._core.handle(event, time.monotonic_ns()))
+            except Exception as e:
+                self._core = None
+                self._problem = e
+                log.exception("nothing is handed over any more: this is a mistake in pdbus")
+        if threading.current_thread() is self._thread:
+            self._drain()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(self._drain)
+
+    def prompt_blocks(self, request: str) -> tuple[int, ...]:
+        with self._lock:
+            return self._core.prompt_blocks(request) if self._core is not None else ()
+
+    def want(self, request: str) -> Want | None:
+        with self._lock:
+            return self._core.want(request) if self._core is not None else None
+
+    @property
+    def mover_pid(self) -> int:
+        """0 while none runs."""
+        return self._mover.pid
+
+    # ------------------------------------------------------------ the loop's thread
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(self._main())
+        except Exception as e:
+            self._problem = e
+            if self._bound.is_set():
+                log.exception("nothing is handed over any more")
+        finally:
+            with self._lock:
+                self._core = None
+            self._bound.set()
+            self._slab.close()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        directory = RunDirectory()
+        self._endpoint = Endpoint(
+            self._settings.name, self._incarnation, self._on_message,
+            on_link_lost=lambda link: self.tell(ev.LinkLost(link=link)),
+        )  # fmt: skip
+        self._publisher = Publisher(self._settings.name, self._incarnation, context=self._endpoint.context)
+        self._mover = self._make_mover(directory)
+        try:
+            self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
+            events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
+            with self._lock:
+                self._core = PairCore(self._pair_config(), Membership(self._membership(address, events), unreadable))
+            await self._start_mover(1)
+            for join in self._settings.join:
+                self.tell(ev.JoinAsked(address=join))
+            s = self._settings
+            log.info("pdbus %s: %s node %s, %d blocks to hand over", address, s.role, s.name, self._blocks)
+            self._spawn(self._endpoint.serve())
+            self._bound.set()
+            await self._ended
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._mover.stop()
+            self._publisher.close()
+            self._endpoint.close(linger_ms=FLUSH_MS)
+            directory.close()
+
+    def _pair_config(self) -> PairConfig:
+        s = self._settings
+        wait_ns = int(s.pair_wait_s * S)
+        handoff = HandoffConfig(
+            lease_ns=int(s.lease_s * S), renew_ns=int(s.lease_s * S / RENEWALS), answer_ns=wait_ns + S,
+            block_bytes=rank_block_bytes(self._shape.geometry),
+        )  # fmt: skip
+        return PairConfig(
+            name=s.name, incarnation=self._incarnation, role=s.role, blocks=self._blocks,
+            block_size=self._shape.geometry.block_size, pair_wait_ns=wait_ns, park_ns=int(s.park_s * S),
+            fetch_ns=int(s.fetch_s * S), handoff=handoff,
+        )  # fmt: skip
+
+    def _membership(self, address: str, events: str) -> MembershipConfig:
+        hello = Hello(
+            role=self._settings.role, address=address, events=events, version=__version__, epoch=1,
+            geometry=self._shape.geometry, fingerprint=self._shape.fingerprint, model=self._shape.model,
+            max_model_len=self._shape.max_model_len,
+        )  # fmt: skip
+        return MembershipConfig(name=self._settings.name, incarnation=self._incarnation, hello=hello)
+
+    def _on_message(self, received: Received) -> None:
+        self.tell(ev.MessageCame(link=received.link, header=received.header, message=received.message))
+
+    def _drain(self) -> None:
+        """Do what was decided, in order; what that leads to comes behind it."""
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
+                _CARRY_OUT[type(effect)](self, effect)
+        except Exception as e:
+            self._end(e)
+        finally:
+            self._draining = False
+        if self._core is None:
+            self._end(self._problem)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with self._lock:
+            deadline = self._core.next_deadline() if self._core is not None else None
+        if deadline is not None and not self._ended.done():
+            wait_s = max((deadline - time.monotonic_ns()) / 1e9, TICK_MIN_S)
+            self._timer = self._loop.call_later(wait_s, self.tell, ev.Tick())
+
+    def _end(self, problem: BaseException | None = None) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(problem) if problem is not None else self._ended.set_result(None)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda t: None if t.cancelled() or t.exception() is None else self._end(t.exception()))
+
+    # ------------------------------------------------------------ the mover
+
+    def _make_mover(self, directory: RunDirectory) -> Managed[ipc.FromMover]:
+        args = ipc.MoverArgs(
+            endpoint="", slab_path=self._slab.path, slab_bytes=self._slab.size_bytes,
+            layout=layout_of(self._shape.geometry, self._blocks), rank=0, agent_name="",
+        )  # fmt: skip
+        return Managed(
+            "pdbus.connector.mover", args, ipc.FromMover, ipc.StopMover(), directory=directory.path,
+            on_message=self._on_mover, on_exit=self._on_mover_exit,
+        )  # fmt: skip
+
+    async def _start_mover(self, epoch: int) -> None:
+        await self._mover.start(agent_name=f"{self._settings.name}/0/{self._incarnation.hex()}/{epoch}")
+
+    def _on_mover(self, message: ipc.FromMover) -> None:
+        match message:
+            case ipc.MoverReady():
+                self._starts = 0
+                layout = layout_of(self._shape.geometry, self._blocks)
+                self.tell(ev.MoverUp(agents=(agent_of(message, 0, layout),)))
+            case ipc.PeerAdded(peer=peer, problem=problem):
+                if problem:
+                    log.error("cannot read from %s: %s", peer.partition("/")[0], problem)
+                self.tell(ev.PeerAddEnded(peer=peer, problem=problem))
+            case ipc.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns):
+                self.tell(ev.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns))
+            case ipc.ReadDoubtful(read=read, problem=problem):
+                self.tell(ev.ReadDoubtful(read=read, problem=problem))
+            case ipc.MoverFailed(problem=problem):
+                log.error("mover: %s", problem)
+
+    def _on_mover_exit(self, ended: Exit) -> None:
+        asked, self._asked = self._asked, False
+        if not asked and not self._ended.done():
+            log.error("mover: %s", ended)
+        self.tell(ev.MoverLost(problem=str(ended), asked=asked))
+
+    def _restart_mover(self, e: ev.RestartMover) -> None:
+        if self._ended.done():
+            return
+        if self._mover.pid:
+            if not self._asked:
+                self._asked = True
+                self._spawn(self._mover.stop())
+            return
+        self._starts += 1
+        if self._starts >= STARTS_MAX:
+            self._end(Broken(f"the mover ended {STARTS_MAX} times in a row before it was ready"))
+            return
+        self._spawn(self._start_later(e.epoch, RESTART_WAIT_S * (self._starts - 1)))
+
+    async def _start_later(self, epoch: int, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        await self._start_mover(epoch)
+
+    # ------------------------------------------------------------ effects
+
+    def _send(self, e: ev.Send[Any]) -> None:
+        self._endpoint.send(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
+
+    def _open_link(self, e: ev.OpenLink) -> None:
+        try:
+            link = self._endpoint.connect(e.address)
+        except PdError as problem:
+            self.tell(ev.LinkFailed(address=e.address, problem=str(problem)))
+        else:
+            self.tell(ev.LinkOpened(address=e.address, link=link))
+
+    def _start_read(self, e: ev.StartRead) -> None:
+        source, target = pack_u32(e.source), pack_u32(e.target)
+        self._mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
+
+    def _publish(self, e: ev.Publish) -> None:
+        if e.topic == "node" or e.event == "attempt.failed":
+            log.info("%s %s", e.event, " ".join(f"{key}={value}" for key, value in e.data.items()))
+        self._publisher.publish(e.topic, e.event, e.data)
+
+
+_CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
+    ev.Send: Control._send,
+    ev.OpenLink: Control._open_link,
+    ev.CloseLink: lambda c, e: c._endpoint.close_link(e.link, linger_ms=FLUSH_MS if e.flush else 0),
+    ev.AddPeer: lambda c, e: c._mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents)),
+    ev.RemovePeer: lambda c, e: c._mover.send(ipc.PeerRemove(peer=e.peer)),
+    ev.StartRead: Control._start_read,
+    ev.AdvertiseLeases: lambda c, e: c._mover.send(ipc.Advertise(leases=e.leases)),
+    ev.RestartMover: Control._restart_mover,
+    ev.Publish: Control._publish,
+    ev.Drained: lambda c, e: c._end(),
+}

@@ -1,0 +1,183 @@
+"""vLLM servers with the connector, as processes; and a request that both are given, as a gateway gives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 400
+ANSWER_S = 120
+LEASE_S = 3  # of the prefill server: less than is left between renewals, so that one can be seen to expire
+BLOCK = 32  # the least that vLLM's CPU kernels take
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """One `vllm` process and what it has started. `core`: the one it computes on."""
+
+    def __init__(self, model: Path, log: Path, kv_role: str, extra: dict[str, Any], core: int) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        transfer = {
+            "kv_connector": "PdBusConnector",
+            "kv_connector_module_path": "pdbus.connector.vllm",
+            "kv_role": kv_role,
+            "kv_connector_extra_config": extra,
+        }
+        env = {
+            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+                    "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
+                    "--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
+                    "--block-size", str(BLOCK), "--enforce-eager", "--kv-transfer-config", json.dumps(transfer),
+                ],
+                stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            assert self._process.poll() is None, self.log[-3000:]
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError(f"not ready in {START_S} s: {self.log[-3000:]}")
+
+    def wait_for(self, text: str) -> None:
+        """Until its log says so."""
+        end = time.monotonic() + START_S
+        while text not in self.log:
+            assert time.monotonic() < end, f"never said {text!r}: {self.log[-3000:]}"
+            time.sleep(0.1)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+        body = {
+            "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **more,
+        }  # fmt: skip
+        answer: dict[str, Any] = httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER_S).json()
+        return answer
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
+        answer = self.complete(prompt, max_tokens, **more)
+        assert "choices" in answer, answer
+        return list(answer["choices"][0]["token_ids"])
+
+    def handed_over(self) -> int:
+        """How many tokens it has loaded of KV that another server computed."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        rows = [r for r in text.splitlines() if r.startswith("vllm:external_prefix_cache_hits_total")]
+        return int(float(rows[0].rpartition(" ")[2]))
+
+    def pids(self, module: str = "") -> list[int]:
+        """Of all processes below it, or of those that run this module."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    command = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                    parents = _ancestors(int(entry))
+                except OSError:
+                    continue
+                if (not module or module.encode() in command) and self._process.pid in parents:
+                    found.append(int(entry))
+        return found
+
+    def kill(self) -> None:
+        """All of it, at once."""
+        below = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._process.pid in _ancestors(p)]
+        for pid in (self._process.pid, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def _ancestors(pid: int) -> list[int]:
+    found: list[int] = []
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            break
+        found.append(pid)
+    return found
+
+
+class Pair:
+    """A prefill server and a decode server that have found each other."""
+
+    def __init__(self, model: Path, logs: Path, *, prefill: dict[str, Any]) -> None:
+        bus = f"tcp://127.0.0.1:{free_port()}"
+        self.p = Server(model, logs / "p.log", "kv_producer", {"name": "p1", "listen": bus, **prefill}, 0)
+        self.d = Server(model, logs / "d.log", "kv_consumer", {"name": "d1", "join": [bus], "pair_wait_s": 5}, 1)
+        self._both = ThreadPoolExecutor(16)
+
+    def __enter__(self) -> Pair:
+        try:
+            self.p.wait_ready()
+            self.d.wait_ready()
+            self.d.wait_for("node.up node=p1")
+            # until the decode server's mover has read from the prefill server's
+            end = time.monotonic() + START_S
+            while not self.d.handed_over():
+                assert time.monotonic() < end, self.d.log[-3000:]
+                self.tokens(range(10, 60), 2)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.p.stop()
+        self.d.stop()
+        self._both.shutdown(wait=False)
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
+        """Of the decode server, the prefill server being given the same request for one token, under one pair."""
+        parameters = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
+        first = self._both.submit(self.p.complete, prompt, 1, **parameters)
+        answer = self.d.tokens(prompt, max_tokens, **parameters, **more)
+        first.result(ANSWER_S)
+        return answer
+
+    def submit(self, call: Any, *args: Any, **more: Any) -> Any:
+        return self._both.submit(call, *args, **more)
