@@ -159,7 +159,7 @@ class Generation:
 
     def _raise_if_bad(self) -> None:
         if isinstance(self._end, Exception):
-            raise self._end
+            raise self._end.with_traceback(None)  # it may be that of many, and must not grow with each
         if self._end is not None and self._end.error is not None:
             raise exception_of(self._end.error)
 
@@ -184,7 +184,7 @@ def generate_message(
     """Raises RequestError, naming the parameter, for what no node would take."""
     text = messages = tokens = tools = None
     if isinstance(prompt, Conversation):
-        messages, tools = tuple(map(dict, prompt.messages)), tuple(map(dict, prompt.tools)) or None
+        messages, tools = _maps(prompt.messages, "messages"), _maps(prompt.tools, "tools") or None
     elif isinstance(prompt, str):
         text = prompt
     elif _is_conversation(prompt):
@@ -204,6 +204,12 @@ def generate_message(
             credit=credit,
         )
     )
+
+
+def _maps(values: Any, name: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(values, Sequence) or not all(isinstance(value, Mapping) for value in values):
+        raise RequestError(f"{name}: must be a list of maps, as OpenAI's API has them", param=name)
+    return tuple(map(dict, values))
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -59,7 +59,7 @@ def parse_address(text: str, setting: str, *, port_zero: bool = False) -> Addres
 
 
 def is_wildcard(host: str) -> bool:
-    return host in ("*", "0.0.0.0", "::")
+    return host in ("*", "0.0.0.0", "::")  # noqa: S104
 
 
 def is_loopback(host: str) -> bool:

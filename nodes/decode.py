@@ -77,6 +77,7 @@ class Request:
     attempts: int = 0
     tried: tuple[str, ...] = ()
     local_only: bool = False  # for good: asked for, it has run here, or no attempt is left
+    whole: bool = False  # no position of its prompt is taken from the cache
     generated: int = 0
     acknowledged: int = 0
     worker_losses: int = 0  # while it was in the step
@@ -175,7 +176,8 @@ class Requests:
             deadline_ns=now + event.deadline_ns,
             credit=event.credit,
             marks=Marks(arrived=now),
-            local_only=event.local,
+            local_only=event.whole,
+            whole=event.whole,
         )
         self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
         self._waiting.append(r)
@@ -187,7 +189,9 @@ class Requests:
         fetches: list[FetchAsked] = []
         while self._waiting and len(self._requests) - len(self._waiting) < self._running_max:
             r = self._waiting[0]
-            reservation = self._pool.reserve(r.prompt_tokens + r.generated, r.block_hashes, Holder.HELD)
+            reservation = self._pool.reserve(
+                r.prompt_tokens + r.generated, () if r.whole else r.block_hashes, Holder.HELD
+            )
             if reservation is None:
                 break
             del self._waiting[0]

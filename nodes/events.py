@@ -100,7 +100,7 @@ class GenerateAsked(NodeEvent):
     sampling: Sampling
     deadline_ns: int  # a duration
     credit: int
-    local: bool = False  # its prompt is computed here, whatever the policy
+    whole: bool = False  # each position of its prompt is computed, and here: nothing cached will do, nor another node
 
 
 class CancelAsked(NodeEvent):

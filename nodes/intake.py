@@ -158,7 +158,6 @@ class Intake:
             self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
             return
         packed = pack_u32(prompt)
-        scores = sampling.prompt_logprobs is not None  # every position is computed, and here: nothing cached, no P
         self._answers[request] = Answer(
             request=request,
             link=received.link,
@@ -177,11 +176,11 @@ class Intake:
                 client=key,
                 prompt_tokens=len(prompt),
                 prompt_digest=prompt_digest(packed),
-                block_hashes=() if scores else block_hashes(packed, self._control.setup.geometry.block_size),
+                block_hashes=block_hashes(packed, self._control.setup.geometry.block_size),
                 sampling=sampling,
                 deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
                 credit=message.credit,
-                local=scores,
+                whole=sampling.prompt_logprobs is not None,
             )
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdbus.bus.errors import ConfigError
 from pdbus.nodes.engines.group import Group
 from pdbus.nodes.engines.linear import Linear
 
@@ -89,4 +90,12 @@ def load_experts(source: Source, prefix: str, config: ModelConfig, pad_to: int) 
 
 def _expert(source: Source, prefix: str) -> GatedMlp:
     """It gives this rank's part of what the whole one gives."""
-    return GatedMlp(*(source.partial(prefix, [f"{name}_proj"]) for name in ("gate", "up", "down")))
+    names = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
+    return GatedMlp(*(source.make(name, _finite(name, source.part(name)), None) for name in names))
+
+
+def _finite(name: str, weight: Tensor) -> Tensor:
+    """Damage elsewhere shows in a node's first logits; those may be other experts'."""
+    if not bool(torch.isfinite(weight).all()):
+        raise ConfigError("--model", f"tensor {name} is damaged: it has weights that are no finite numbers")
+    return weight

@@ -96,7 +96,7 @@ def _tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _tokenizer(vocab_size: int) -> Tokenizer:
     """Words `w4`, `w5`, ... between spaces, one token each."""
     words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), vocab_size))]
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return tokenizer
 

@@ -61,13 +61,9 @@ class Source:
 
     def linear(self, prefix: str, names: Sequence[str], *, bias: bool = False) -> Linear:
         """What the whole layer's weights `prefix` + name + `.weight` give, under each other, their biases likewise."""
-        return self.shards.linear(f"{prefix}{names[0]}.weight", self.partial(prefix, names, bias=bias))
-
-    def partial(self, prefix: str, names: Sequence[str], *, bias: bool = False) -> Linear:
-        """What this rank's part of them gives."""
         weights = [f"{prefix}{name}.weight" for name in names]
         biases = self.parts([f"{prefix}{name}.bias" for name in names]) if bias else None
-        return self.make(weights[0], self.parts(weights), biases)
+        return self.shards.linear(weights[0], self.make(weights[0], self.parts(weights), biases))
 
     def head(self, name: str, weight: Tensor) -> Linear:
         return self.shards.head(self.make(name, self.shards.head_part(weight), None))

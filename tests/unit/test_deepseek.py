@@ -243,13 +243,23 @@ EXPERT, BIAS = "model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.2.ml
         (lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(1)}), "has a tensor model.layers.4.eh_proj"),
     ],
 )
-def test_a_checkpoint_that_is_not_the_config_s_is_named(v3: Path, tmp_path: Path, change: Any, problem: str) -> None:
+def test_a_checkpoint_that_is_not_the_config_s_is_named(tmp_path: Path, change: Any, problem: str) -> None:
     write_deepseek(tmp_path, V3 | {"num_nextn_predict_layers": 1})
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"^--model: .*{problem}"):
         resolve_model(str(tmp_path))
+
+
+def test_an_expert_s_damaged_weights_are_named_though_no_row_may_be_its_own(tmp_path: Path) -> None:
+    """The check of the first logits would not see it, and a request in the middle of serving would."""
+    write_deepseek(tmp_path, V3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[EXPERT][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"^--model: tensor {EXPERT} is damaged: "):
+        load(tmp_path, blocks=2)
 
 
 def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Node:
             request=b"r%d" % self.arrived, link=fields.pop("link", "l"), client=f"c{self.arrived}",
             prompt_tokens=prompt, prompt_digest=b"d", sampling=sampling, credit=fields.pop("credit", 100),
             block_hashes=tuple(f"{text}/{n}".encode() for n in range(prompt // SIZE)),
-            deadline_ns=fields.pop("deadline_ns", 300 * S),
+            deadline_ns=fields.pop("deadline_ns", 300 * S), whole=fields.pop("whole", False),
         )  # fmt: skip
         return self.requests.arrive(asked, self.arrived, now)
 
@@ -139,6 +139,18 @@ def test_what_is_here_already_is_not_fetched() -> None:
     node.arrive(prompt=20, text="a")
     (asked,) = node.admit()
     assert asked.have == 12 and asked.blocks == (0, 1, 2, 3, 4)
+
+
+def test_a_prompt_that_is_computed_whole_takes_nothing_from_the_cache_and_asks_nobody() -> None:
+    """Log-probabilities of its tokens come of computing it, and do not cross from a prefill node."""
+    node = Node(16)
+    node.running(prompt=8, text="a")
+    node.step()
+    node.sources = ["p"]
+    r = node.arrive(prompt=30, text="a", whole=True)
+    assert node.admit() == [] and r.state is State.RUNNING and r.cached_tokens == 0 and r.attempts == 0
+    sequence = node.scheduler.get(r.seq)
+    assert sequence is not None and sequence.computed == 0
 
 
 def test_a_warm_prompt_stays_here() -> None:

@@ -25,6 +25,7 @@ from pdbus.bus import (
     SyncClient,
 )
 from pdbus.bus.endpoint import Received
+from pdbus.bus.generation import Conversation
 from pdbus.bus.messages import Cancel, Credit, Error, Finished, Generate, Heartbeat, Hello
 from pdbus.bus.wire import pack_u32, unpack_u32
 
@@ -523,6 +524,16 @@ def test_true_is_no_token_id() -> None:
     with pytest.raises(RequestError, match="a list of token ids from 0 to 4294967295") as raised:
         Client("tcp://127.0.0.1:7400").generate([1, True])
     assert raised.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "param"),
+    [(Conversation("hi"), "messages"), (Conversation([{"role": "user"}], ["f"]), "tools")],  # type: ignore[arg-type,list-item]
+)
+def test_a_conversation_is_of_messages_and_tools(conversation: Conversation, param: str) -> None:
+    with pytest.raises(RequestError, match="must be a list of maps") as raised:
+        Client("tcp://127.0.0.1:7400").generate(conversation)
+    assert raised.value.param == param
 
 
 # ---------------------------------------------------------------- whether the node can be reached

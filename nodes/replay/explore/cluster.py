@@ -365,7 +365,7 @@ class Cluster:
         return effect
 
     def _copy(self, node: int) -> Shell:
-        return pickle.loads(self._blobs[node])  # type: ignore[no-any-return]
+        return pickle.loads(self._blobs[node])  # type: ignore[no-any-return]  # noqa: S301 (our own)
 
     def _do(self, shell: Shell, what: int) -> Outputs:
         method, *arguments = self._whats.values[what]
