@@ -58,6 +58,10 @@ class Step(ToWorker):
     rows: tuple[StepRow, ...]
 
 
+class Warm(ToWorker):
+    """A step is on its way. Until it comes: touch what it will need, for a rest has taken that from the caches."""
+
+
 class DigestKv(ToWorker):
     """Digest what stands in `blocks` (u32) of tokens `begin` to `end`, the first of them the one that holds `begin`, as
     if blocks were of `size` tokens. Answered by KvDigested."""

@@ -2,8 +2,9 @@
 
 Theory of operation. A block has a count per `Holder` and perhaps a hash. Its state is derived, never stored:
 
-    no holder, no hash           free         lowest ids are given out first, so that runs stay contiguous
-    no holder, a hash            cached       evicted, least recently used first, only when no free one is left
+    no holder, no hash           free         given out first, lowest ids and neighbours (contiguous.py) preferred
+    no holder, a hash            cached       evicted only when no free one is left, neighbours among the least
+                                              recently used
     IN_FLIGHT holders only       quarantined  a read may still write into it: given to nobody
     any other holder             in use       IN_STEP, IN_COPY alone count too: a step or a copy may still write into it
 
@@ -22,11 +23,17 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import islice
 
 from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.wire import Declared
 
+from .contiguous import side_by_side
 from .handoff import Holder, Reservation
+
+CHOICE = 4  # times as many blocks are looked at as are wanted: with 2 reads have twice as many runs, with 8 as many
+CHOICE_MAX = 1_024  # blocks beyond those wanted: looking at them takes 1 ms; a run of so many needs no company
+OLDEST = 4  # of the cached blocks, no more than the oldest 1 / OLDEST may go before older ones
 
 
 class BlockState(StrEnum):
@@ -242,7 +249,7 @@ class BlockPool:
         return hits
 
     def _fresh(self, n: int, holder: Holder) -> list[int]:
-        blocks = [self._fresh_one() for _ in range(n)]
+        blocks = self._chosen(n)
         held, holders = self._held[holder], self._holders
         for block in blocks:
             held[block] += 1
@@ -251,17 +258,32 @@ class BlockPool:
             self._quarantined += n
         return blocks
 
-    def _fresh_one(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        block, _ = self._cached.popitem(last=False)
+    def _chosen(self, n: int) -> list[int]:
+        """`n` available blocks, rising. Cached ones go only when all free ones do."""
+        if n <= 1 <= len(self._free):
+            return [heapq.heappop(self._free) for _ in range(n)]
+        more = min(CHOICE * n, CHOICE_MAX)
+        free = [heapq.heappop(self._free) for _ in range(min(n + more, len(self._free)))]
+        if n <= len(free):
+            chosen = side_by_side(free, n)
+            for block in sorted(set(free).difference(chosen)):
+                heapq.heappush(self._free, block)
+            return chosen
+        missing = n - len(free)
+        oldest = islice(self._cached, missing + min(more, len(self._cached) // OLDEST))
+        evicted = side_by_side(sorted(oldest), missing)
+        for block in evicted:
+            self._evict(block)
+        return sorted(free + evicted)
+
+    def _evict(self, block: int) -> None:
+        del self._cached[block]
         self._mirrored.pop(block, None)
         block_hash = self._hash[block]
         assert block_hash is not None
         self._hash[block] = None
         del self._by_hash[block_hash]
         self._events.append(BlockRemoved(block_hash=block_hash))
-        return block
 
     def _add(self, blocks: Sequence[int], holder: Holder) -> None:
         """One more holder for blocks that are in use or cached."""

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from pdbus.connector.ipc import (
     StepDone,
     StopWorker,
     ToWorker,
+    Warm,
     WorkerAlive,
     WorkerArgs,
     WorkerFailed,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:  # it imports numpy, whose threads start with it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEPT_FREE_BYTES = 64 << 20  # a step's largest tensors, together, stay below
 UNMAPPED_BYTES = 32 << 20  # the most that glibc takes
+END = object()
 ALIVE_CHECK_MS = 5_000  # how often an idle worker looks whether control still lives; the kernel tells it too
 
 
@@ -162,13 +165,21 @@ def make_engine(args: WorkerArgs, memory: Any) -> Engine:
 
 def serve(tools: Tools, channel: ChildChannel[ToWorker]) -> None:
     """Obey until StopWorker. Raises Closed when control has gone."""
+    touching: Iterator[None] | None = None
     while True:
-        for message in channel.poll(ALIVE_CHECK_MS):
-            if isinstance(message, StopWorker):
-                return
+        for message in channel.poll(ALIVE_CHECK_MS if touching is None else 0):
+            match message:
+                case StopWorker():
+                    return
+                case Warm():
+                    touching = tools.engine.touch()
+                case Step():
+                    touching = None
             report = obey(tools, message)
             if report is not None:
                 channel.send(report)
+        if touching is not None and next(touching, END) is END:
+            touching = None
 
 
 def obey(tools: Tools, message: ToWorker) -> FromWorker | None:

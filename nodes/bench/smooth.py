@@ -1,7 +1,7 @@
 """`pd bench smooth`: what a very long hand-off does to the answers that the decode node is giving meanwhile.
 
-The prompt lies ready in the prefill node's prefix cache, so that all of it is announced, and read, at once; and both
-nodes' caches have been filled by short prompts beforehand, so that its blocks lie anywhere.
+The prompt lies ready in the prefill node's prefix cache, so that all of it is announced, and read, at once. No two of
+its blocks there are neighbours: every other block of that node has been used more lately (`_scatter`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BLOCK_TOKENS = 16
 ANSWERS, ANSWER_TOKENS = 4, 200
 ANSWER_PROMPT_TOKENS = 64
 BEFORE_S = 0.5  # the answers go on for so long before the long prompt comes
-SHORT_AT_ONCE = 64
-SHORT_ANSWER_TOKENS = 6  # at most: they end in another order than they began in
+ANSWERS_BLOCKS = 64  # for all answers, with room to spare
+POOL = 3  # times what the long prompt needs: half of that are its blocks and those that a pool would rather give out
 SEED = 0
 
 
@@ -62,10 +62,10 @@ def run(prompt_tokens: int = 100_000, step_ms: float = 20.0, turns: int = 10) ->
 
 
 async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]:
-    blocks = 2 * (-(-prompt_tokens // BLOCK_TOKENS) + SHORT_AT_ONCE * 4)
+    blocks = POOL * (-(-prompt_tokens // BLOCK_TOKENS) + ANSWERS_BLOCKS)
     options: dict[str, str | int | float | bool] = {
         "engine": "coded", "coded_layers": 8, "coded_vocab": 4096, "kv_blocks": blocks, "block_size": BLOCK_TOKENS,
-        "max_model_len": prompt_tokens + ANSWER_TOKENS, "max_running": 2 * SHORT_AT_ONCE,
+        "max_model_len": prompt_tokens + ANSWER_TOKENS,
     }  # fmt: skip
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -73,7 +73,7 @@ async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]
         cluster = await stack.enter_async_context(Cluster(0, 1, both=1, options=options, role_options={"decode": slow}))
         here = await stack.enter_async_context(Client(cluster.decode[0].address))
         there = await stack.enter_async_context(Client(cluster.both[0].address))
-        await _scatter(here, blocks)
+        await _scatter(there, blocks)
         alone: list[Gap] = []
         beside: list[Gap] = []
         with Progress(transient=True) as bar:
@@ -87,15 +87,11 @@ async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]
 
 
 async def _scatter(client: Client, blocks: int) -> None:
-    """Fill both nodes' prefix caches with short prompts, so that what is evicted next lies anywhere."""
-    rng = random.Random(SEED)
-    gate = asyncio.Semaphore(SHORT_AT_ONCE)
-
-    async def ask(prompt: Sequence[int]) -> None:
-        async with gate:
-            await _all_of(client.generate(prompt, max_tokens=rng.randint(1, SHORT_ANSWER_TOKENS), ignore_eos=True))
-
-    await asyncio.gather(*map(ask, random_prompts(blocks, BLOCK_TOKENS + 1, SEED + 1)))
+    """Fill a node's prefix cache with prompts of one full block, one after the other, and ask for every second again:
+    what is evicted next has no neighbours."""
+    prompts = random_prompts(blocks, BLOCK_TOKENS + 1, SEED + 1)
+    for prompt in [*prompts, *prompts[::2]]:
+        await _all_of(client.generate(prompt, max_tokens=1, ignore_eos=True))
 
 
 async def _all_of(generation: Generation) -> None:

@@ -1,4 +1,4 @@
-"""`pd bench transfer`: how fast a mover reads scattered blocks, beside raw NIXL and a memory copy.
+"""`pd bench transfer`: how fast a mover reads a request's blocks, beside raw NIXL and a memory copy.
 
 All move the same number of bytes between the same two slabs, in turns, so that all see the same machine; only agents
 with progress threads come last, for each of these takes a core. Places are drawn anew every time: bytes that lie in the
@@ -8,6 +8,7 @@ cache would flatter whoever reads them again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ from pdbus.connector.slab import Slab
 
 from .movers import LiveMover, Movers, introduce
 from .raw import DefaultOwner, RawReader, Remote
+from .used_pool import UsedPool
 
 BLOCK_BYTES = 262_144  # 16 tokens of a model of 8 layers with 4 KV heads of 64 channels in float32
 SIZES_BYTES = (1 << 20, 8 << 20, 32 << 20)
@@ -35,15 +37,18 @@ ROUNDS = 20
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 MATRIX = 512  # rows and columns of what a busy worker multiplies
 
+_reads = itertools.count(1)
+
 
 def run(
     sizes_bytes: Sequence[int] = SIZES_BYTES, block_bytes: int = BLOCK_BYTES, rounds: int = ROUNDS
 ) -> dict[str, list[dict[str, Any]]]:
     """Measure each size over the transports that UCX chooses, over TCP, and beside two workers that compute.
 
-    gbps is 10^9 bytes a second from post to terminal status, the median of `rounds`. `raw_nixl` is one descriptor,
-    `raw_blocks` a descriptor a block as the mover reads it, each with the better of NIXL's progress thread on and off;
-    `defaults` are blocks between two agents left at NIXL's defaults. Sizes are rounded down to whole blocks. Raises
+    gbps is 10^9 bytes a second from post to terminal status, the median of `rounds`: of blocks as used pools on both
+    sides give them out (`runs`, neighbours merged), and `scattered`, no two neighbours. `raw_nixl` is one descriptor,
+    `raw_blocks` one for each scattered block, both with the better of NIXL's progress thread on and off; `defaults`
+    are scattered blocks between two agents left at NIXL's defaults. Sizes are rounded down to whole blocks. Raises
     Broken when NIXL cannot.
     """
     rows: list[dict[str, Any]] = []
@@ -68,7 +73,8 @@ async def _rows(
         for slab in (owner.slab, reader.slab):
             slab.populate(slab.size_bytes)
         sizes = [max(1, size // block_bytes) * block_bytes for size in sizes_bytes]
-        took = [await _in_turns(owner, reader, size, rounds) for size in sizes]
+        pools = Pools(*(UsedPool(slab_bytes // block_bytes, seed) for seed in range(2)))
+        took = [await _in_turns(owner, reader, pools, size, rounds) for size in sizes]
         rows = []
         for size, quiet in zip(sizes, took, strict=True):
             pieces = size // block_bytes
@@ -80,23 +86,33 @@ async def _rows(
     return rows
 
 
-class Medians(NamedTuple):
-    """Of reads and copies that took turns, in ns."""
+class Pools(NamedTuple):
+    owner: UsedPool
+    reader: UsedPool
+
+
+class Took(NamedTuple):
+    """By reads and copies that took turns, in ns."""
 
     ours: float
+    runs: float  # that ours were, a number
+    scattered: float
     one: float  # raw NIXL, one descriptor
     blocks: float  # raw NIXL, a descriptor a block
     copy: float
 
 
-async def _in_turns(owner: LiveMover, reader: LiveMover, size: int, rounds: int) -> Medians:
+async def _in_turns(owner: LiveMover, reader: LiveMover, pools: Pools, size: int, rounds: int) -> Took:
+    """The medians."""
     pieces = size // owner.geometry.block_bytes
     took = []
     with closing(RawReader(_remote(owner), reader.slab, size)) as raw:
-        for number in range(rounds):
-            ours = await read_scattered(owner, reader, number, pieces)
-            took.append((ours, raw.read(), raw.read(pieces), _copy(owner, reader, size)))
-    return Medians(*map(median, zip(*took, strict=True)))
+        for _ in range(rounds):
+            ours = await _read(owner, reader, pools.owner.table(pieces), pools.reader.table(pieces))
+            scattered = await _read(owner, reader, *(_anywhere(mover, pieces) for mover in (owner, reader)))
+            copy = _copy(owner, reader, size)
+            took.append(Took(ours.transfer_ns, ours.runs, scattered.transfer_ns, raw.read(), raw.read(pieces), copy))
+    return Took(*map(median, zip(*took, strict=True)))
 
 
 def _with_thread(remote: Remote, slab: Slab, size: int, pieces: int, rounds: int) -> tuple[float, float]:
@@ -112,29 +128,34 @@ def _remote(owner: LiveMover) -> Remote:
     return Remote(owner.agent_name, owner.ready.metadata, owner.ready.base_address, owner.ready.region_bytes)
 
 
-def _row(size: int, quiet: Medians, one: float, blocks: float, default: float) -> dict[str, float]:
+def _row(size: int, quiet: Took, one: float, blocks: float, default: float) -> dict[str, float]:
     return {
         "bytes": size,
+        "runs": quiet.runs,
         "gbps": size / quiet.ours,
-        "raw_blocks_gbps": size / blocks,
         "raw_nixl_gbps": size / one,
-        "defaults_gbps": size / default,
-        "memcpy_gbps": size / quiet.copy,
-        "ratio_to_raw_blocks": blocks / quiet.ours,
         "ratio_to_raw_nixl": one / quiet.ours,
-        "ratio_to_defaults": default / quiet.ours,
+        "scattered_gbps": size / quiet.scattered,
+        "raw_blocks_gbps": size / blocks,
+        "ratio_to_raw_blocks": blocks / quiet.scattered,
+        "defaults_gbps": size / default,
+        "ratio_to_defaults": default / quiet.scattered,
+        "memcpy_gbps": size / quiet.copy,
     }
 
 
-async def read_scattered(owner: LiveMover, reader: LiveMover, number: int, count: int) -> int:
-    """Read `count` random blocks into random blocks; the mover's own time in ns. Raises Broken when it fails."""
-    blocks = range(owner.slab.size_bytes // owner.geometry.block_bytes)
-    source, target = (wire.pack_u32(random.sample(blocks, count)) for _ in range(2))
-    reader.say(Read(read=number, peer=owner.agent_name, begin=0, end=count, source=source, target=target))
+def _anywhere(mover: LiveMover, count: int) -> list[int]:
+    return random.sample(range(mover.slab.size_bytes // mover.geometry.block_bytes), count)
+
+
+async def _read(owner: LiveMover, reader: LiveMover, source: Sequence[int], target: Sequence[int]) -> ReadEnded:
+    """Read blocks into blocks. Raises Broken when it fails."""
+    there, here = wire.pack_u32(source), wire.pack_u32(target)
+    reader.say(Read(read=next(_reads), peer=owner.agent_name, begin=0, end=len(source), source=there, target=here))
     ended = await reader.hear(ReadEnded)
     if ended.problem:
         raise Broken(ended.problem)
-    return ended.transfer_ns
+    return ended
 
 
 def _copy(owner: LiveMover, reader: LiveMover, size: int) -> int:

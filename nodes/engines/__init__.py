@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from pdbus.bus.messages import Sampling
@@ -30,4 +30,8 @@ class Engine(Protocol):
 
     def warm_up(self) -> None:
         """Touch what the first step would otherwise pay for. Leaves no sequence and no KV behind."""
+        ...
+
+    def touch(self) -> Iterator[None]:
+        """Touch what the next step will need, a little at a time; it may be left off anywhere."""
         ...

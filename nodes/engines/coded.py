@@ -27,7 +27,7 @@ choose the token of one that holds all heads, as long as every cell that any of 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,6 +223,10 @@ class CodedEngine:
     def warm_up(self) -> None:
         """Runs the code once, off the slab."""
         choose(coded_cells(self.geometry, range(self.geometry.block_size)), Sampling(), self.vocab_size)
+
+    def touch(self) -> Iterator[None]:
+        """It has no weights."""
+        return iter(())
 
     def _sequence(self, seq: int) -> _Sequence:
         sequence = self._sequences.get(seq)

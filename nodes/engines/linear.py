@@ -94,12 +94,24 @@ class LinearMaker:
             raise ConfigError("--weights", "fp16 needs FBGEMM, which this PyTorch or processor has not; use float32")
         self._weights, self._packs, self._deterministic = weights, packs, deterministic
         self._tiles: dict[tuple[str, torch.Size], tuple[int, ...]] = {}
+        self._made: list[tuple[Linear, Tensor]] = []  # with a row that fits
 
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The linear of `weight` [out, in] and `bias` [out], or of each head's weight [heads, out, in].
 
         `name` is the tensor's, for errors.
         """
+        linear = self._best(name, weight, bias)
+        self._made.append((linear, weight.new_zeros(1, _channels(weight.shape))))
+        return linear
+
+    def touch(self) -> Iterator[None]:
+        """One row through each linear in turn: its weights are in the caches afterwards."""
+        for linear, row in self._made:
+            linear(row)
+            yield
+
+    def _best(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         for form, pack in self._forms(name, weight):
             linear = pack(weight, bias)
             if not self._deterministic:
@@ -133,8 +145,13 @@ class LinearMaker:
 
     def _measured(self, form: str, shape: torch.Size, linear: Linear) -> tuple[int, ...]:
         if (form, shape) not in self._tiles:
-            self._tiles[form, shape] = measure_tiles(linear, shape.numel() // shape[-2])
+            self._tiles[form, shape] = measure_tiles(linear, _channels(shape))
         return self._tiles[form, shape]
+
+
+def _channels(shape: torch.Size) -> int:
+    """What goes into a linear of such weights, of all heads together."""
+    return shape.numel() // shape[-2]
 
 
 def has_fbgemm() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -96,7 +96,7 @@ class TorchEngine:
         torch.set_num_threads(1 if args.deterministic else args.threads)
         self._device, self._dtype = check_device(args)
         packs = self._device.type == "cpu" and self._dtype is torch.float32
-        make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
+        self._make = make = LinearMaker(args.weights, packs=packs, deterministic=args.deterministic)
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
         self._deterministic, self._pad_to = args.deterministic, ROWS if args.deterministic else 1
@@ -278,6 +278,12 @@ class TorchEngine:
             logits = self._forward([tokens], [span], cache)
             assert logits is not None
             self._check_finite(logits)
+
+    @torch.inference_mode()
+    def touch(self) -> Iterator[None]:
+        """The weights. A device's memory does not cool down."""
+        if self._device.type == "cpu":
+            yield from self._make.touch()
 
 
 def _wanting(span: Span, drafts: int, scores: int) -> Span:

@@ -1,0 +1,71 @@
+"""Blocks side by side: a read of them has few runs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from pdbus.connector.contiguous import side_by_side
+from pdbus.connector.handoff import Holder
+from pdbus.connector.pool import OLDEST, BlockPool
+from pdbus.nodes.bench.used_pool import UsedPool
+
+
+def runs_of(blocks: list[int]) -> int:
+    return 1 + sum(after != block + 1 for block, after in pairwise(blocks))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "n", "chosen"),
+    [
+        ([3, 5, 6, 7, 9, 10], 2, [9, 10]),  # no longer run is broken than need be
+        ([3, 5, 6, 7, 9, 10], 3, [5, 6, 7]),
+        ([3, 5, 6, 7, 9, 10], 4, [3, 5, 6, 7]),
+        ([3, 5, 6, 7, 9, 10], 5, [5, 6, 7, 9, 10]),
+        ([4, 5, 6, 7], 2, [4, 5]),
+        ([8], 1, [8]),
+        ([8], 0, []),
+        ([], 0, []),
+    ],
+)
+def test_the_shortest_run_that_has_so_many_or_the_longest_ones(blocks: list[int], n: int, chosen: list[int]) -> None:
+    assert side_by_side(blocks, n) == chosen
+
+
+@given(blocks=st.sets(st.integers(0, 60)), data=st.data())
+def test_so_many_of_those_given_rising_and_in_no_more_runs_than_the_first_ones(
+    blocks: set[int], data: st.DataObject
+) -> None:
+    rising = sorted(blocks)
+    n = data.draw(st.integers(0, len(rising)))
+    chosen = side_by_side(rising, n)
+    assert len(chosen) == n and chosen == sorted(set(chosen)) and blocks.issuperset(chosen)
+    if n:
+        assert runs_of(chosen) <= runs_of(rising[:n])
+
+
+def test_pools_that_have_served_long_give_prompts_few_runs() -> None:
+    """Two nodes' pools, caches full: with the very oldest blocks alone, each would be a run of its own."""
+    source, target = UsedPool(1024, seed=0), UsedPool(1024, seed=1)
+    runs = []
+    for _ in range(50):
+        pairs = zip(source.table(32), target.table(32), strict=True)
+        runs.append(1 + sum((c, d) != (a + 1, b + 1) for (a, b), (c, d) in pairwise(pairs)))
+    assert median(runs) <= 8
+
+
+def test_for_the_sake_of_neighbours_only_the_oldest_part_is_evicted() -> None:
+    pool = BlockPool(64, 16)
+    blocks = pool.take(64, Holder.HELD)
+    assert blocks is not None
+    by_age = [*blocks[::2], *blocks[1::2]]  # the oldest ones have no neighbours
+    for block in by_age:
+        pool.publish(block, bytes([block]))
+        pool.drop([block], Holder.HELD)
+    taken = pool.take(4, Holder.HELD)
+    assert taken is not None
+    assert set(taken) <= set(by_age[: 4 + 64 // OLDEST])
