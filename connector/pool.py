@@ -91,6 +91,7 @@ class BlockPool:
         self._free: list[int] = list(range(blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._quarantined = 0
+        self.changes = 0  # so often has something happened after which a reservation may find the room it did not find
         self._mirrored: dict[int, None] = {}
         self._events: list[CacheEvent] = []
 
@@ -166,6 +167,7 @@ class BlockPool:
             raise LocalProtocolError(f"block {block} has another hash already")
         self._hash[block] = block_hash
         self._by_hash[block_hash] = block
+        self.changes += 1
         self._events.append(BlockStored(block_hash=block_hash, parent=parent, block=block))
 
     def reset(self) -> None:
@@ -304,6 +306,7 @@ class BlockPool:
             self._quarantined += (0 < left == in_flight[block]) - was_quarantined
             if left:
                 continue
+            self.changes += 1
             if hashes[block] is None:
                 mirrored.pop(block, None)
                 heapq.heappush(free, block)

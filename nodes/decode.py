@@ -105,6 +105,7 @@ class Requests:
         self._choose = choose
         self._requests: dict[bytes, Request] = {}
         self._waiting: list[Request] = []  # by age
+        self._no_room: tuple[int, int] | None = None  # for the request of that sequence, as the pool was then
         self._fetching: dict[str, int] = {}  # how many fetch from that node
         self._by_seq: dict[int, Request] = {}
         self._by_client: dict[str, Request] = {}
@@ -189,10 +190,13 @@ class Requests:
         fetches: list[FetchAsked] = []
         while self._waiting and len(self._requests) - len(self._waiting) < self._running_max:
             r = self._waiting[0]
+            if self._no_room == (r.seq, self._pool.changes):
+                break
             reservation = self._pool.reserve(
                 r.prompt_tokens + r.generated, () if r.whole else r.block_hashes, Holder.HELD
             )
             if reservation is None:
+                self._no_room = r.seq, self._pool.changes
                 break
             del self._waiting[0]
             r.blocks = reservation.blocks

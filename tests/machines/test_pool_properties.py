@@ -22,6 +22,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.pool = BlockPool(BLOCKS, SIZE)
         self.holds: list[tuple[Holder, tuple[int, ...]]] = []
+        self.refused: tuple[int, list[bytes], int] | None = None
 
     def holders(self, block: int) -> list[Holder]:
         return [holder for holder, blocks in self.holds if block in blocks]
@@ -38,11 +39,20 @@ class PoolMachine(RuleBasedStateMachine):
         hits = min(self.pool.match(hashes), (tokens - 1) // SIZE)
         reservation = self.pool.reserve(tokens, hashes, holder)
         if reservation is None:
+            self.refused = tokens, hashes, self.pool.changes
             return
         assert reservation.cached_tokens == hits * SIZE
         assert len(reservation.blocks) == -(-tokens // SIZE)
         assert not any(Holder.IN_FLIGHT in self.holders(block) for block in reservation.blocks)
         self.granted(holder, reservation.blocks, hits)
+
+    @precondition(lambda self: self.refused and self.refused[2] == self.pool.changes)
+    @rule()
+    def ask_again(self) -> None:
+        """As long as nothing has changed it would be of no use; so nobody has to."""
+        assert self.refused is not None
+        tokens, hashes, _ = self.refused
+        assert self.pool.reserve(tokens, hashes, Holder.HELD) is None
 
     @rule(n=st.integers(0, BLOCKS + 1), holder=st.sampled_from(OWNERS))
     def take(self, n: int, holder: Holder) -> None:

@@ -123,6 +123,24 @@ def test_the_waiting_are_served_by_age_and_nobody_overtakes() -> None:
     assert [long.state, short.state] == [State.RUNNING, State.RUNNING]
 
 
+def test_who_found_no_room_is_not_looked_at_again_before_the_pool_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prompt has thousands of blocks to look up, and a busy node hundreds of events a second."""
+    node = Node(blocks=4)
+    first = node.running(prompt=12)
+    waiting = node.arrive(prompt=8)
+    asked: list[int] = []
+    reserve = node.pool.reserve
+    monkeypatch.setattr(node.pool, "reserve", lambda *args: asked.append(args[0]) or reserve(*args))
+    for _ in range(3):
+        node.admit()
+    assert asked == [8] and waiting.state is State.WAITING
+    node.requests.end(first, "cancelled", 0)
+    node.admit()
+    assert asked == [8, 8] and waiting.state is State.RUNNING
+
+
 def test_no_more_than_running_max_are_under_way() -> None:
     node = Node(16, "p", running_max=2)
     rs = [node.arrive(prompt=1) for _ in range(3)]
