@@ -23,7 +23,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import islice
+from itertools import islice, takewhile
 
 from pdbus.bus.errors import LocalProtocolError
 from pdbus.bus.wire import Declared
@@ -33,6 +33,7 @@ from .handoff import Holder, Reservation
 
 CHOICE = 4  # times as many blocks are looked at as are wanted: with 2 reads have twice as many runs, with 8 as many
 CHOICE_MAX = 1_024  # blocks beyond those wanted: looking at them takes 1 ms; a run of so many needs no company
+PASSED_OVER_MAX = 2  # times as many blocks as the pool has are evicted before one that has not been used meanwhile
 OLDEST = 4  # of the cached blocks, no more than the oldest 1 / OLDEST may go before older ones
 
 
@@ -89,8 +90,9 @@ class BlockPool:
         self._hash: list[bytes | None] = [None] * blocks
         self._by_hash: dict[bytes, int] = {}
         self._free: list[int] = list(range(blocks))  # a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[int, int] = OrderedDict()  # least recently used first; how many were evicted before
         self._quarantined = 0
+        self._evicted = 0  # so far
         self.changes = 0  # so often has something happened after which a reservation may find the room it did not find
         self._mirrored: dict[int, None] = {}
         self._events: list[CacheEvent] = []
@@ -272,14 +274,20 @@ class BlockPool:
                 heapq.heappush(self._free, block)
             return chosen
         missing = n - len(free)
-        oldest = islice(self._cached, missing + min(more, len(self._cached) // OLDEST))
-        evicted = side_by_side(sorted(oldest), missing)
-        for block in evicted:
+        oldest = list(islice(self._cached, missing + min(more, len(self._cached) // OLDEST)))
+        due = list(takewhile(self._passed_over, oldest[:missing]))
+        evicted = due + side_by_side(sorted(oldest[len(due) :]), missing - len(due))
+        for block in sorted(evicted):
             self._evict(block)
         return sorted(free + evicted)
 
+    def _passed_over(self, block: int) -> bool:
+        """It has no neighbours, and would stay for ever."""
+        return self._evicted - self._cached[block] >= PASSED_OVER_MAX * self.blocks
+
     def _evict(self, block: int) -> None:
         del self._cached[block]
+        self._evicted += 1
         self._mirrored.pop(block, None)
         block_hash = self._hash[block]
         assert block_hash is not None
@@ -299,6 +307,7 @@ class BlockPool:
     def _remove(self, blocks: Sequence[int], holder: Holder) -> None:
         held, holders, in_flight = self._held[holder], self._holders, self._held[Holder.IN_FLIGHT]
         hashes, cached, free, mirrored = self._hash, self._cached, self._free, self._mirrored
+        evicted = self._evicted
         for block in reversed(blocks):  # the end of a prefix is evicted before its beginning
             was_quarantined = holders[block] == in_flight[block]
             held[block] -= 1
@@ -311,7 +320,7 @@ class BlockPool:
                 mirrored.pop(block, None)
                 heapq.heappush(free, block)
             else:
-                cached[block] = None
+                cached[block] = evicted
 
     def _named_once(self, blocks: Sequence[int]) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.blocks:

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from pdbus.bus.errors import ConfigError
 
-from .invariant import TiledLinear, measure_tiles
+from .invariant import ROWS, TiledLinear, measure_tiles
 
 Linear = Callable[[Tensor], Tensor]  # rows [T, in] to [T, out]
 Pack = Callable[[Tensor, Tensor | None], Linear]  # weight [out, in] and bias [out] in one of the forms
@@ -94,7 +94,7 @@ class LinearMaker:
             raise ConfigError("--weights", "fp16 needs FBGEMM, which this PyTorch or processor has not; use float32")
         self._weights, self._packs, self._deterministic = weights, packs, deterministic
         self._tiles: dict[tuple[str, torch.Size], tuple[int, ...]] = {}
-        self._made: list[tuple[Linear, Tensor]] = []  # with a row that fits
+        self._made: list[tuple[Linear, Tensor]] = []  # with rows that fit
 
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The linear of `weight` [out, in] and `bias` [out], or of each head's weight [heads, out, in].
@@ -102,13 +102,14 @@ class LinearMaker:
         `name` is the tensor's, for errors.
         """
         linear = self._best(name, weight, bias)
-        self._made.append((linear, weight.new_zeros(1, _channels(weight.shape))))
+        rows = ROWS if self._deterministic else 1
+        self._made.append((linear, weight.new_zeros(rows, _channels(weight.shape))))
         return linear
 
     def touch(self) -> Iterator[None]:
-        """One row through each linear in turn: its weights are in the caches afterwards."""
-        for linear, row in self._made:
-            linear(row)
+        """As few rows as can be through each linear in turn: its weights are in the caches afterwards."""
+        for linear, rows in self._made:
+            linear(rows)
             yield
 
     def _best(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:

@@ -71,8 +71,8 @@ def test_a_prefill_node_with_a_warm_cache_announces_what_it_has(coded: Live) -> 
 
 
 async def forget_all(client: Client) -> None:
-    """Fill the pool with other content, so that nothing stays cached there."""
-    for salt in range(400, 402):
+    """Fill the pool with other content, so often that nothing stays cached there."""
+    for salt in range(400, 408):
         await answer(client, prompt(254 * B, salt), max_tokens=2)
 
 

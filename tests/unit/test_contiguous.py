@@ -11,7 +11,7 @@ from hypothesis import given
 
 from pdbus.connector.contiguous import side_by_side
 from pdbus.connector.handoff import Holder
-from pdbus.connector.pool import OLDEST, BlockPool
+from pdbus.connector.pool import OLDEST, PASSED_OVER_MAX, BlockPool
 from pdbus.nodes.bench.used_pool import UsedPool
 
 
@@ -56,6 +56,25 @@ def test_pools_that_have_served_long_give_prompts_few_runs() -> None:
         pairs = zip(source.table(32), target.table(32), strict=True)
         runs.append(1 + sum((c, d) != (a + 1, b + 1) for (a, b), (c, d) in pairwise(pairs)))
     assert median(runs) <= 8
+
+
+def test_a_block_without_neighbours_does_not_stay_for_ever() -> None:
+    pool = BlockPool(16, 16)
+    blocks = pool.take(16, Holder.HELD)
+    assert blocks is not None
+    lonely, others = blocks[8], [*blocks[:7], *blocks[10:]]  # its neighbours stay in use
+    for number, block in enumerate([lonely, *others]):
+        pool.publish(block, bytes([number]))
+        pool.drop([block], Holder.HELD)
+    given = []
+    for number in range(PASSED_OVER_MAX * 16 // 4 + 2):
+        some = pool.take(4, Holder.HELD)
+        assert some is not None
+        given += some
+        for block in some:
+            pool.publish(block, bytes([number, block]))
+        pool.drop(some, Holder.HELD)
+    assert lonely in given
 
 
 def test_for_the_sake_of_neighbours_only_the_oldest_part_is_evicted() -> None:

@@ -10,6 +10,8 @@ import torch
 
 from pdbus.connector.ipc import ProbeWorker, RowResult, Step, StepRow, StopWorker, ToWorker, Warm
 from pdbus.nodes import worker
+from pdbus.nodes.engines import linear
+from pdbus.nodes.engines.invariant import ROWS
 from pdbus.nodes.engines.linear import LinearMaker
 
 STEP = Step(step=1, rows=(StepRow(seq=1, start=0, count=1),))
@@ -86,6 +88,14 @@ def test_every_matrix_of_a_model_is_touched(weights: str) -> None:
     for shape in ((8, 4), (4, 8), (64, 4), (2, 8, 4)):
         make("w", torch.ones(shape))
     assert len(list(make.touch())) == 4
+
+
+def test_where_rows_come_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that breaks of it takes the hand-off with it."""
+    monkeypatch.setattr(linear, "measure_tiles", lambda *args: (ROWS,))
+    make = LinearMaker("float32", packs=True, deterministic=True)
+    make("w", torch.ones(8, 4))
+    assert len(list(make.touch())) == 1
 
 
 def test_of_whatever_type() -> None:
