@@ -67,8 +67,8 @@ def test_a_block_without_neighbours_does_not_stay_for_ever() -> None:
         pool.publish(block, bytes([number]))
         pool.drop([block], Holder.HELD)
     given = []
-    for number in range(PASSED_OVER_MAX * 16 // 4 + 2):
-        some = pool.take(4, Holder.HELD)
+    for number in range(PASSED_OVER_MAX * 16 // 3 + 2):
+        some = pool.take(3, Holder.HELD)
         assert some is not None
         given += some
         for block in some:
