@@ -13,7 +13,7 @@ from .test_same_tokens import SEEDED
 from .test_tensor_parallel import Ranked, prompt
 from tests.deepseek_models import V2, V3, write_deepseek
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 LENGTHS = (1, 17, 150)
 
@@ -34,7 +34,6 @@ def test_two_ranks_decode_what_one_has_prefilled(model: dict[str, Any]) -> None:
         lone.check_clean()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (2, 2)])
 def test_any_number_of_ranks_reads_from_any_other(model: dict[str, Any], there: int, here: int) -> None:
     with lone_nodes(Ranked) as lone:
@@ -44,7 +43,6 @@ def test_any_number_of_ranks_reads_from_any_other(model: dict[str, Any], there: 
         lone.check_clean()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["V2", "V3"])
 def test_with_latents_in_blocks_of_other_size_the_tokens_are_those_of_one_node(tmp_path: Path, kind: str) -> None:
     """Bit for bit, digests checked, through host staging."""

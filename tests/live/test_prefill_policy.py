@@ -18,7 +18,7 @@ from pdbus.nodes.replay.verify import verify
 
 from .conftest import answer
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 ASKED_MAX = 500  # until both have been measured: heartbeats tell of the prefill node's rate, one a second
 OPTIONS = {"engine": "coded", "kv_blocks": 256, "prefill_chunk": 64, "threads": 1}

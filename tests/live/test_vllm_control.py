@@ -105,10 +105,12 @@ def test_bytes_arrive_as_they_were(two: Two) -> None:
     assert two.handed_over()
 
 
+@pytest.mark.long
 def test_a_pair_that_nobody_has_is_given_up(two: Two) -> None:
     assert two.fetched("lone", secrets.token_bytes(16)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_a_mover_that_is_killed_is_replaced(two: Two, side: str) -> None:
     control: Control = getattr(two, side)
