@@ -10,8 +10,25 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from pdbus.bus.messages import LeaseId, Message, PrefillRequest, Sampling, TryId
-from pdbus.bus.wire import Declared
+from pdbus.bus.messages import (
+    LeaseId,
+    LeaseReleased,
+    LeaseRenew,
+    LeaseRenewed,
+    Message,
+    PrefillAccepted,
+    PrefillCancel,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillProgress,
+    PrefillRequest,
+    Sampling,
+    StalePeer,
+    TransferDone,
+    TryId,
+)
+from pdbus.bus.wire import Declared, Header
 
 
 class Holder(StrEnum):
@@ -428,3 +445,23 @@ class AttemptFailed(FetchEffect):
     node: str
     retry_after_ms: int = 0
     peer_suspect: bool = False
+
+
+# ---------------------------------------------------------------- what of the bus is whose
+
+
+READER_MESSAGES = (TransferDone, LeaseRenew, PrefillCancel)
+OWNER_MESSAGES = (
+    PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancelled, LeaseReleased, LeaseRenewed,
+    StalePeer,
+)  # fmt: skip
+
+
+def said(link: str, header: Header, message: Message) -> ReaderSaid | OwnerSaid | None:
+    """A message of the hand-off, as the half that it is for hears it; None for any other."""
+    node, incarnation = header.from_, header.from_inc
+    if isinstance(message, READER_MESSAGES):
+        return ReaderSaid(link=link, node=node, incarnation=incarnation, to_inc=header.to_inc, message=message)
+    if isinstance(message, OWNER_MESSAGES):
+        return OwnerSaid(link=link, node=node, incarnation=incarnation, message=message)
+    return None

@@ -15,19 +15,9 @@ from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
     Agent,
     Heartbeat,
-    LeaseReleased,
-    LeaseRenew,
-    LeaseRenewed,
     Message,
-    PrefillAccepted,
-    PrefillCancel,
-    PrefillCancelled,
-    PrefillDone,
     PrefillFailed,
-    PrefillProgress,
     PrefillRequest,
-    StalePeer,
-    TransferDone,
 )
 from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
@@ -45,11 +35,6 @@ from .places import Places
 from .prefill import Prefills
 from .scheduler import Limits, Scheduler
 
-READER_MESSAGES = (TransferDone, LeaseRenew, PrefillCancel)
-OWNER_MESSAGES = (
-    PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancelled, LeaseReleased, LeaseRenewed,
-    StalePeer,
-)  # fmt: skip
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
 LATE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
@@ -179,14 +164,11 @@ class NodeCore:
         elif isinstance(message, PrefillRequest):
             asked = ho.PrefillAsked(link=event.link, message=message, block_hashes=event.block_hashes)
             out += self.prefills.handle(asked, now)
-        elif isinstance(message, READER_MESSAGES):
-            said = ho.ReaderSaid(
-                link=event.link, node=header.from_, incarnation=header.from_inc, to_inc=header.to_inc, message=message
-            )
-            out += self.prefills.handle(said, now)
-        elif isinstance(message, OWNER_MESSAGES):
-            heard = ho.OwnerSaid(link=event.link, node=header.from_, incarnation=header.from_inc, message=message)
-            self._fetch(heard, now, out)
+        match ho.said(event.link, header, message):
+            case ho.ReaderSaid() as said:
+                out += self.prefills.handle(said, now)
+            case ho.OwnerSaid() as heard:
+                self._fetch(heard, now, out)
 
     def _unfit(self, message: PrefillRequest) -> PrefillFailed | None:
         """What the engine behind the offers cannot do, now or ever."""

@@ -13,19 +13,8 @@ from typing import Any, Literal
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import (
-    LeaseReleased,
-    LeaseRenew,
-    LeaseRenewed,
     Message,
-    PrefillAccepted,
-    PrefillCancel,
-    PrefillCancelled,
-    PrefillDone,
-    PrefillFailed,
-    PrefillProgress,
     PrefillRequest,
-    StalePeer,
-    TransferDone,
 )
 from pdbus.bus.wire import Declared
 
@@ -41,9 +30,6 @@ from .prompts import Asked, Prompts
 from .shelf import Shelf
 from .wants import Want, Wants
 
-OWNER_MESSAGES = (
-    PrefillAccepted, PrefillProgress, PrefillDone, PrefillFailed, PrefillCancelled, LeaseReleased, LeaseRenewed,
-)  # fmt: skip
 LATE_SHARE_MAX = 4  # more than a quarter of the slab behind reads that do not end: the mover is ended
 
 Role = Literal["prefill", "decode"]
@@ -148,14 +134,12 @@ class PairCore:
             return
         if isinstance(message, PrefillRequest):
             out += self.prompts.asked(Asked(event.link, header, message), now)
-        elif isinstance(message, TransferDone | LeaseRenew | PrefillCancel):
-            said = ho.ReaderSaid(
-                link=event.link, node=header.from_, incarnation=header.from_inc, to_inc=header.to_inc, message=message
-            )
-            out += self.prompts.hear(said, now)
-        elif isinstance(message, (*OWNER_MESSAGES, StalePeer)):
-            heard = ho.OwnerSaid(link=event.link, node=header.from_, incarnation=header.from_inc, message=message)
-            out += self.wants.hear(heard, now)
+            return
+        match ho.said(event.link, header, message):
+            case ho.ReaderSaid() as said:
+                out += self.prompts.hear(said, now)
+            case ho.OwnerSaid() as said:
+                out += self.wants.hear(said, now)
 
     def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
         effects, news, accepted = self.peers.handle(event, now)
