@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdbus.bus.client import Client
+from pdbus.bus.compatibility import DECODE_ROLES
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.generation import Generation
 from pdbus.bus.ports import parse_address
@@ -15,6 +16,7 @@ from pdbus.bus.station import Station
 from .routing import NodeView
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
+ONLY_PREFILLS = "it only prefills for others"  # the problem of a node that works, and is no decode node
 CUT_S = 1.0  # for a connection that was cut to come back, before requests are taken away
 
 
@@ -30,6 +32,7 @@ class FleetNode:
         station: Station,
         *,
         joined: bool,
+        role: str,
         unfit: Callable[[dict[str, Any]], str],
         on_change: Callable[[FleetNode], None],
     ) -> None:
@@ -37,6 +40,7 @@ class FleetNode:
         self._unfit = unfit
         self.joined = joined  # named by the user, not found by itself: never forgotten
         self.client = Client(address, station=station, on_change=self._client_changed)
+        self._role = role  # as others tell, before it says so itself; '': nobody has
         self.name = ""
         self.incarnation = b""
         self.problem = "it has not answered yet"  # '' when it can be asked
@@ -52,6 +56,20 @@ class FleetNode:
     @property
     def ready(self) -> bool:
         return not self.problem and self.client.reachable
+
+    @property
+    def role(self) -> str:
+        return str(self.status.get("role", "")) or self._role
+
+    @property
+    def may_decode(self) -> bool:
+        """Or nobody has said yet what it does."""
+        return not self.role or self.role in DECODE_ROLES
+
+    @property
+    def works(self) -> bool:
+        """It can be asked, or is a prefill node that decode nodes can ask."""
+        return self.problem in ("", ONLY_PREFILLS) and self.client.reachable
 
     @property
     def why(self) -> str:
