@@ -58,6 +58,9 @@ def run_up(
     except ConfigError as e:
         raise chosen.as_written(e) from None
     options = with_model(settings)
+    for name in ("http_tls_cert", "http_tls_key"):  # wherever they were said: the cluster must know
+        if given := getattr(chosen, name):
+            options[name] = given
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,

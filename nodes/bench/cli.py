@@ -116,7 +116,7 @@ def bench_gateway(
 
 NOT_MEASURED = (
     "role", "name", "run_dir", "listen", "advertise", "events", "join", "keys", "insecure", "http_host", "http_port",
-    "http_keys", "cpus",
+    "http_keys", "http_tls_cert", "http_tls_key", "cpus",
     "record", "record_max", "record_tokens",
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ from pdbus.nodes.http.errors import JSON
 from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.listening import listen
 from pdbus.nodes.http.server import serve_app
+from pdbus.nodes.http.tls import Tls
 
 from .endpoints import Endpoint, Endpoints
 from .gateway import Gateway
@@ -46,6 +47,7 @@ class GatewayConfig:
     http_asked: bool
     keys: str
     http_keys: str
+    tls: Tls
     insecure: bool
     policy: str
     queue: int
@@ -62,6 +64,7 @@ def run_gateway(config: GatewayConfig) -> int:
         raise ConfigError("--http", not_insecure(config.http, at.host, "--http-keys FILE"))
     keyring = client_keyring(config.keys, setting="--keys") if config.keys else None
     http_keys = HttpKeys(config.http_keys) if config.http_keys else None
+    config.tls.check()
     listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
     name = config.name or f"gateway-{os.urandom(2).hex()}"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
@@ -107,13 +110,13 @@ async def _run(
     gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue)
     endpoints = Endpoints(gateway.fleet, config.decoders, config.prefillers)
     gateway.looked_by(endpoints.looked)
-    url = _url(listening)
+    url = _url(listening, config.tls.scheme)
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
             app = create_app(gateway, http=url, keys=http_keys, more=[Route("/pd/nodes", _nodes(gateway))])
             serving = asyncio.ensure_future(
-                serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT))
+                serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT), tls=config.tls)
             )
             await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -133,7 +136,7 @@ def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     return nodes
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
     host = own_host() if is_wildcard(host) else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
