@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -20,16 +21,17 @@ OPEN = ("/health/live", "/health/ready", "/pd/info")  # probes, and what another
 
 
 class Bearer:
-    """ASGI middleware. Limits are of the names in the file: two keys of one name share them. Only what is posted
-    counts."""
+    """ASGI middleware. `more`: other paths that stay open. Limits are of the names in the file: two keys of one name
+    share them. Only what is posted counts."""
 
-    def __init__(self, app: ASGIApp, *, keys: HttpKeys) -> None:
+    def __init__(self, app: ASGIApp, *, keys: HttpKeys, more: Sequence[str] = ()) -> None:
         self._app = app
         self._keys = keys
+        self._open = frozenset((*OPEN, *more))
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by name, of which the file has so many
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
