@@ -42,7 +42,7 @@ check-long: $(READY)
 	$(BIN)/pytest -q tests/live tests/chaos tests/fuzz
 
 # kills, freezes, cuts and full disks at every step of a hand-off, on two clusters at a time
-FAULTS ?= 506
+FAULTS ?= 520
 SEED ?= 1
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)

@@ -1,7 +1,7 @@
 """The addresses that a node calls by itself: when to try, how long to wait for an answer, when to try again.
 
 A dial is one address. It waits until it is due, opens a link, says hello there and waits for the answer; then it
-stays open until the peer is lost, and starts over. Failures back off from 50 ms to 5 s, doubling, each wait
+stays open until the peer is lost, and starts over. Failures back off from 50 ms to 2 s, doubling, each wait
 between half and all of that (so that a cluster that lost a node does not call it in step). A refusal is retried
 too, slowly. An address that was removed before anyone there became a peer is not called until it is asked for again.
 At most 16 dials are on their way at once, and each address has at most one.

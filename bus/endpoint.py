@@ -33,7 +33,7 @@ from .sockets import configure, new_context
 from .wire import FRAMES_MAX, Header
 
 INBOUND_LINKS_MAX = 16_384  # ROUTER never says that a peer has left: the longest unused are forgotten
-RECONNECT_MS, RECONNECT_MS_MAX = 50, 5000  # ZeroMQ's own back-off; it jitters
+RECONNECT_MS, RECONNECT_MS_MAX = 50, 1000  # ZeroMQ's own back-off, within one handshake; it jitters
 BACKLOG = 1024
 DESCRIPTORS_KEPT = 32  # for who calls us, for files and children: no link of ours takes the last ones
 SECRET_BYTES = 16  # of a connection's identity, with keys: who knew it could take over its answers

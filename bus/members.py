@@ -35,7 +35,7 @@ class MembershipConfig(Declared):
     handshake_ns: int = 5 * S
     handshakes_max: int = 16
     backoff_ns: int = S // 20
-    backoff_max_ns: int = 5 * S
+    backoff_max_ns: int = 2 * S  # so long at most does one that is back wait for our call
     refused_retry_ns: int = 30 * S  # it may be restarted with other settings, but not soon
     removal_ns: int = 120 * S  # how long a removed peer's last leases are waited for, as in a drain
     retired_ns: int = 3600 * S

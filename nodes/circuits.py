@@ -9,7 +9,7 @@ once instead of each finding out for itself. Then one request is its trial, and 
     | closed    | failed           | closed    | comes last for 5 s                                             |
     | closed    | failed too often | open      | the third in a row: not asked for 1 s                          |
     | open      | asked            | half-open | after that time: this request is the trial, the only one       |
-    | half-open | failed           | open      | of its trial: for twice as long as the last time, at most 30 s |
+    | half-open | failed           | open      | of its trial: for twice as long as the last time, at most 5 s  |
     | half-open | undecided        | open      | of its trial: its time is still up, the next one is the trial  |
     | any       | fetched          | closed    | from whichever attempt                                         |
 
@@ -25,7 +25,7 @@ from enum import StrEnum
 FAILURES_MAX = 3  # in a row; fewer may be one accident that hit several requests, or the request's own
 LAST_NS = 5_000_000_000  # how long a node that failed an attempt comes last
 OPEN_NS = 1_000_000_000  # at first; about what an attempt loses that finds nobody
-OPEN_MAX_NS = 30_000_000_000  # so late at most is it noticed that a node has healed
+OPEN_MAX_NS = 5_000_000_000  # so late at most is it noticed that a node has healed
 
 
 class CircuitState(StrEnum):

@@ -326,6 +326,7 @@ class Intake:
                 "max_model_len": control.setup.max_model_len,
                 "vocab_size": control.setup.vocab_size,
                 "block_size": control.setup.geometry.block_size,
+                "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
                 "epoch": core.epoch,

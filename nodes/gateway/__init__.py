@@ -10,5 +10,7 @@ prefixes.py    what nodes have cached of a prompt
 prefix_index.py  of one node: a set of hashes, pure
 fleet.py       the nodes, found and followed
 fleet_node.py  one of them
+flights.py     requests in flight, the last ones and the last errors, for people
+ui/            the live page that shows them
 endpoints.py   nodes named by host and port
 """

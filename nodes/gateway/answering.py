@@ -16,6 +16,7 @@ from pdbus.bus.generation import Generation, Prompt
 from pdbus.bus.messages import Finished, Sampling, Token
 
 from .fleet_node import FleetNode
+from .flights import DECODE, PREFILL, WAITING, Flight
 from .prefixes import Read
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ LATE_S = 2.0  # after its deadline, for the node to say so
 PULL_S = 0.02  # a request that waited and was not refused within this has room: the next one may try
 RETRY_AFTER_MS = 1000  # where no node has said when to come back
 GOOD = ("stop", "length")
+TOKEN_BYTES = 4
 
 
 class Routed:
@@ -59,17 +61,32 @@ class Routed:
         self._full: dict[tuple[str, bytes], Overloaded] = {}  # since the last wait
         self._waited = False
         self._read: Read | None = None
+        self._flight: Flight = gateway.flights.begins(number, gateway.now_ns())
+        self._end = "cancelled"  # unless it ends otherwise
 
     async def __aenter__(self) -> Routed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._gateway.flights.ends(self._flight, self._end, self._gateway.now_ns())
         await self._leave()
 
     def __aiter__(self) -> Routed:
         return self
 
     async def __anext__(self) -> Token:
+        try:
+            token = await self._next()
+        except PdError as e:
+            self._end = "error"
+            self._gateway.flights.failed(e, self._gateway.now_ns(), number=self.number, node=self._flight.node)
+            raise
+        if not token.index:
+            self._flight.enters(DECODE, self._flight.node, self._gateway.now_ns())
+        self._flight.tokens = token.index + len(token.tokens) // TOKEN_BYTES
+        return token
+
+    async def _next(self) -> Token:
         while True:
             if self._generation is None:
                 await self._place()
@@ -95,7 +112,9 @@ class Routed:
     def _ended(self, finished: Finished | None) -> Exception | None:
         """Keep a good end; what is wrong with another one."""
         if finished is not None and finished.reason in GOOD:
-            self.finished = finished
+            self.finished, self._end = finished, finished.reason
+            self._flight.prompt_tokens = finished.prompt_tokens
+            self._flight.prefill_node = finished.timeline.prefill_node
             return None
         return Broken("the node ended the request before its answer was complete")
 
@@ -107,6 +126,7 @@ class Routed:
         if full:
             assert isinstance(problem, Overloaded)
             self._full[node.life] = problem
+            self._flight.enters(WAITING, "", self._gateway.now_ns())
             return
         if not isinstance(problem, Broken | Closed | DeadlineExceeded) or (self._said and self._streams):
             raise problem
@@ -116,6 +136,8 @@ class Routed:
             raise DeadlineExceeded(f"the request's deadline has passed; before that: {problem}")
         if len(self._failed) >= TRIES_MAX:
             raise problem
+        self._gateway.flights.failed(problem, self._gateway.now_ns(), number=self.number, node=node.name)
+        self._flight.enters(WAITING, "", self._gateway.now_ns())
 
     @property
     def _left_s(self) -> float:
@@ -155,6 +177,7 @@ class Routed:
             self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
         )
         node.began(self._generation, missing_tokens)
+        self._flight.enters(PREFILL, node.name, self._gateway.now_ns())
         if self._waited:
             self._loop.call_later(PULL_S, self._pull, self._generation)
 

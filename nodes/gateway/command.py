@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import uvloop
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -29,6 +30,7 @@ from pdbus.nodes.http.server import serve_app
 from .endpoints import Endpoint, Endpoints
 from .gateway import Gateway
 from .routing import POLICIES
+from .ui import page as ui
 
 DRAIN_S = 120  # for answers under way, from the first signal; like a node's
 
@@ -111,9 +113,10 @@ async def _run(
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
-            app = create_app(gateway, http=url, keys=http_keys, more=[Route("/pd/nodes", _nodes(gateway))])
             serving = asyncio.ensure_future(
-                serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT))
+                serve_app(
+                    app_of(gateway, url, http_keys), listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT)
+                )
             )
             await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -123,6 +126,12 @@ async def _run(
     finally:
         endpoints.close()
         station.close(linger_ms=500)
+
+
+def app_of(gateway: Gateway, http: str = "", keys: HttpKeys | None = None) -> Starlette:
+    """The paths of nodes, and the gateway's own. `http`: its address."""
+    more = [Route("/pd/nodes", _nodes(gateway)), *ui.routes(gateway)]
+    return create_app(gateway, http=http, keys=keys, more=more, open_paths=[ui.PAGE])
 
 
 def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:

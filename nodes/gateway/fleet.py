@@ -16,7 +16,7 @@ from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
-from .fleet_node import FleetNode
+from .fleet_node import ONLY_PREFILLS, FleetNode
 
 POLL_S = 1.0
 NODES_MAX = 256  # followed at once; each costs a status a second
@@ -26,8 +26,8 @@ log = logging.getLogger("pdbus.gateway")
 
 
 class Fleet:
-    """Use it within `async with`. `on_look` is called after every look at a node that can be asked, `on_gone` when one
-    is not followed any more."""
+    """Use it within `async with`. `on_look` is called after every look at a node that can be asked, `on_lost` when one
+    cannot be asked any more, `on_gone` when one is not followed any more."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class Fleet:
         *,
         on_look: Callable[[FleetNode], None],
         on_gone: Callable[[FleetNode], None],
+        on_lost: Callable[[FleetNode], None],
     ) -> None:
         self._station = station
-        self._on_look, self._on_gone = on_look, on_gone
+        self._on_look, self._on_gone, self._on_lost = on_look, on_gone, on_lost
         self._joins = tuple(joins)
         self.nodes: dict[str, FleetNode] = {}  # by address
         self.aliases: dict[str, str] = {}  # other addresses of nodes that are followed, by their own
@@ -65,7 +66,7 @@ class Fleet:
 
     def join(self, address: str) -> None:
         """Follow the node at this address, which the user named."""
-        self._follow(address, joined=True)
+        self._follow(address, joined=True, role="")
 
     @property
     def model(self) -> str:
@@ -79,7 +80,7 @@ class Fleet:
 
     def decode(self) -> list[FleetNode]:
         """Those known to decode, ready or not, and those that have not said what they do."""
-        return [node for node in self.nodes.values() if node.status.get("role", "decode") in DECODE_ROLES]
+        return [node for node in self.nodes.values() if node.may_decode]
 
     async def look(self) -> None:
         """Ask all at once how they are, since none seems ready: one may just have come."""
@@ -93,10 +94,10 @@ class Fleet:
 
     # ------------------------------------------------------------ one node
 
-    def _follow(self, address: str, *, joined: bool) -> None:
+    def _follow(self, address: str, *, joined: bool, role: str) -> None:
         if address in self.nodes or address in self.aliases or len(self.nodes) >= NODES_MAX:
             return
-        node = FleetNode(address, self._station, joined=joined, unfit=self._unfit, on_change=self._tell)
+        node = FleetNode(address, self._station, joined=joined, role=role, unfit=self._unfit, on_change=self._tell)
         self.nodes[address] = node
         self._tasks[address] = task = asyncio.get_running_loop().create_task(self._watch(node))
         task.add_done_callback(self._watched)
@@ -127,17 +128,17 @@ class Fleet:
     def _is_over(self, node: FleetNode) -> bool:
         """Found under another address too, or gone for long."""
         twin = next((n for n in self.nodes.values() if n is not node and n.life == node.life and n.name), None)
-        if twin is not None and twin.ready and not (node.joined and not twin.joined):
+        if twin is not None and twin.works and not (node.joined and not twin.joined):
             self.aliases[node.address] = twin.address
             return True
         return not node.joined and asyncio.get_running_loop().time() - node.answered_s > FORGET_S
 
     def _unfit(self, status: dict[str, Any]) -> str:
         """Why a node that says this is not to be asked; '' when it is. All behind one gateway serve one model."""
-        if status.get("role") not in DECODE_ROLES:
-            return "it only prefills for others"
         if not status.get("ready"):
             return "; ".join(status.get("not_ready") or ["it does not say why"])
+        if status.get("role") not in DECODE_ROLES:
+            return ONLY_PREFILLS
         model = str(status.get("model", ""))
         self._model = self._model or model
         return "" if model == self._model else f"it serves {model!r}, others here {self._model!r}"
@@ -145,18 +146,19 @@ class Fleet:
     def _discover(self, peers: Sequence[dict[str, Any]]) -> None:
         for peer in peers:
             address = str(peer.get("address", ""))
-            if peer.get("role") in DECODE_ROLES and peer.get("state") == "up" and _callable(address):
-                self._follow(address, joined=False)
+            if peer.get("state") == "up" and _callable(address):
+                self._follow(address, joined=False, role=str(peer.get("role", "")))
 
     def _tell(self, node: FleetNode) -> None:
         """Log what has become of it: once when it can be asked, once when no longer."""
-        if self._told.get(node.address) is node.ready or node.status.get("role", "decode") not in DECODE_ROLES:
+        if self._told.get(node.address) is node.ready or not node.may_decode:
             return
         self._told[node.address] = node.ready
         if node.ready:
             log.info("%s at %s is ready", node.name, node.address)
         else:
             log.info("not ready: %s", node.why)
+            self._on_lost(node)
 
 
 def _callable(address: str) -> bool:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from pdbus.bus.client import Client
+from pdbus.bus.compatibility import DECODE_ROLES
 from pdbus.bus.errors import Broken, PdError
 from pdbus.bus.generation import Generation
 from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
-from .routing import NodeView
+from .routing import NodeView, prefill_rate
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
+ONLY_PREFILLS = "it only prefills for others"  # the problem of a node that works, and is no decode node
 CUT_S = 1.0  # for a connection that was cut to come back, before requests are taken away
 
 
@@ -30,6 +32,7 @@ class FleetNode:
         station: Station,
         *,
         joined: bool,
+        role: str,
         unfit: Callable[[dict[str, Any]], str],
         on_change: Callable[[FleetNode], None],
     ) -> None:
@@ -37,6 +40,7 @@ class FleetNode:
         self._unfit = unfit
         self.joined = joined  # named by the user, not found by itself: never forgotten
         self.client = Client(address, station=station, on_change=self._client_changed)
+        self._role = role  # as others tell, before it says so itself; '': nobody has
         self.name = ""
         self.incarnation = b""
         self.problem = "it has not answered yet"  # '' when it can be asked
@@ -52,6 +56,20 @@ class FleetNode:
     @property
     def ready(self) -> bool:
         return not self.problem and self.client.reachable
+
+    @property
+    def role(self) -> str:
+        return str(self.status.get("role", "")) or self._role
+
+    @property
+    def may_decode(self) -> bool:
+        """Or nobody has said yet what it does."""
+        return not self.role or self.role in DECODE_ROLES
+
+    @property
+    def works(self) -> bool:
+        """It can be asked, or is a prefill node that decode nodes can ask."""
+        return self.problem in ("", ONLY_PREFILLS) and self.client.reachable
 
     @property
     def why(self) -> str:
@@ -74,6 +92,7 @@ class FleetNode:
             free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
             block_size=int(self.status.get("block_size", 16)),
             matched_tokens=matched_tokens,
+            prefill_tokens_per_s=prefill_rate(self.status),
         )
 
     # ------------------------------------------------------------ what it says

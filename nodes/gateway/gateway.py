@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .answering import Routed
 from .choices import Chose
 from .fleet import Fleet
 from .fleet_node import FleetNode
+from .flights import Flights
 from .prefixes import Prefixes, Read
 from .routing import KNOWS_PREFIXES, Ask, choose
 from .waiting import Waiting
@@ -32,7 +34,8 @@ class Gateway:
         self.policy = policy
         self.counters: Counter[str] = Counter()
         self.waiting = Waiting(queue)
-        self.fleet = Fleet(station, joins, on_look=self._looked, on_gone=self._gone)
+        self.flights = Flights()
+        self.fleet = Fleet(station, joins, on_look=self._looked, on_gone=self._gone, on_lost=self._lost)
         self._watchers: list[Callable[[FleetNode], None]] = []
         self._station = station
         self.prefixes = Prefixes() if policy in KNOWS_PREFIXES else None
@@ -87,6 +90,15 @@ class Gateway:
         place = next(i for i, node in enumerate(nodes) if node.name == choice.node)
         return nodes[place], read.length - matched[place]
 
+    @property
+    def name(self) -> str:
+        return self._station.name
+
+    @staticmethod
+    def now_ns() -> int:
+        """What `flights` counts in."""
+        return time.monotonic_ns()
+
     def looked_by(self, watcher: Callable[[FleetNode], None]) -> None:
         """Call it after every look at a node that can be asked."""
         self._watchers.append(watcher)
@@ -94,6 +106,9 @@ class Gateway:
     def _gone(self, node: FleetNode) -> None:
         if self.prefixes is not None:
             self.prefixes.gone(node)
+
+    def _lost(self, node: FleetNode) -> None:
+        self.flights.failed(node.why, self.now_ns(), node=node.name)
 
     def _looked(self, node: FleetNode) -> None:
         self.waiting.room()
@@ -178,7 +193,7 @@ def _row(node: FleetNode) -> dict[str, Any]:
     return {
         "name": node.name,
         "address": node.address,
-        "role": node.status.get("role", ""),
+        "role": node.role,
         "ready": node.ready,
         "detail": "" if node.ready else node.why,
         "running": view.running,

@@ -109,10 +109,15 @@ class Node:
 
 
 def create_app(
-    upstream: Upstream, *, http: str = "", keys: HttpKeys | None = None, more: Sequence[Route] = ()
+    upstream: Upstream,
+    *,
+    http: str = "",
+    keys: HttpKeys | None = None,
+    more: Sequence[Route] = (),
+    open_paths: Sequence[str] = (),
 ) -> Starlette:
     """The app over what answers. `http` is this server's own address as others reach it (http://host:port). With `keys`
-    it serves only who sends one."""
+    it serves only who sends one, but for what tells nothing; of `more` routes these are `open_paths`."""
     metrics = HttpMetrics()
     node = Node(upstream, metrics, http)
     peers = PrefillEndpoints(upstream)
@@ -140,7 +145,7 @@ def create_app(
         routes=routes,
         middleware=[
             Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes)),
-            *([Middleware(Bearer, keys=keys)] if keys is not None else []),
+            *([Middleware(Bearer, keys=keys, more=open_paths)] if keys is not None else []),
         ],
         exception_handlers={
             PdError: on_pd_error,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,14 +17,15 @@ OPEN = ("/health/live", "/health/ready", "/pd/info")  # probes, and what another
 
 
 class Bearer:
-    """ASGI middleware."""
+    """ASGI middleware. `more`: other paths that stay open."""
 
-    def __init__(self, app: ASGIApp, *, keys: HttpKeys) -> None:
+    def __init__(self, app: ASGIApp, *, keys: HttpKeys, more: Sequence[str] = ()) -> None:
         self._app = app
         self._keys = keys
+        self._open = frozenset((*OPEN, *more))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -15,16 +16,15 @@ from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.node_process import NodeProcess
 
 from .harm import Harm
+from .heard import Heard
 from .moments import Moment, Pids
-from .outcome import Outcome
+from .outcome import LEASE_S, PROOF_S, Outcome
 from .plan import DYING, Fault
 from .traffic import Traffic
-from tests.live.faults import OPTIONS, TCP, Frozen, ask, pids_of, prompt, until
+from tests.live.faults import OPTIONS, TCP, Frozen, Unclean, ask, pids_of, prompt, until_clean
 from tests.relay import Relay
 
-LEASE_S = 2.0
-START_S = 2.0  # for a node that is started again to say hello
-PROOF_S = 1.0  # for leases to end after proof of their reader's end
+START_MAX_S = 30.0  # for a node to be back
 HEAL_S = 30.0  # after which it counts as not healed
 TRIES = 3
 PAUSE_S, LOOK_S = 4.0, 0.25
@@ -40,8 +40,8 @@ ROLES: Mapping[str, Mapping[str, str | int | float | bool]] = {
 class Arena:
     """Buses of prefill nodes are reached through a relay each."""
 
-    def __init__(self, cluster: Cluster, relays: Mapping[str, Relay]) -> None:
-        self.cluster, self._relays = cluster, relays
+    def __init__(self, cluster: Cluster, relays: Mapping[str, Relay], heard: Heard) -> None:
+        self.cluster, self._relays, self._heard = cluster, relays, heard
         self._held = Frozen()
         self._salt = 1 << 61
 
@@ -77,18 +77,23 @@ class Arena:
         victim = await self._bring(outcome, asked, clients, pids, traffic)
         if fault.kind in DYING:
             hurt.add(victim.name)
-        relay = self._relays.get(victim.name)
-        harm = Harm(self.cluster, victim, pids[victim.name], relay, draw)
+        others = [node for node in self.cluster.decode if node is not asked]
+
+        async def others_served() -> None:
+            await self._handed_over_to(others, clients, victim)
+
+        harm = Harm(
+            victim, pids[victim.name], self._relays.get(victim.name), self._heard, draw, asked.name, others_served
+        )
         watching = asyncio.create_task(self._reclaimed(outcome, harm, victim, clients))
         later = asyncio.create_task(_later(traffic))
         await harm.begin(fault.kind, self._held)
         await later
-        await traffic.ended()
         if fault.kind == "disk full":
-            harm.since_s = time.monotonic()
+            await traffic.ended()
             await harm.replace_full_disk()
+        await asyncio.gather(self._heal(outcome, harm, victim, clients), traffic.ended())
         await watching
-        await self._heal(outcome, harm, victim, clients)
         await self._check(outcome, victim, clients, pids)
 
     async def _bring(
@@ -115,23 +120,36 @@ class Arena:
             return
         async with asyncio.timeout(HEAL_S):
             await harm.died.wait()
-            for owner in self.cluster.prefill:
-                while await _leases_of(victim.name, clients[owner.name]):  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
-        outcome.reclaimed_s = time.monotonic() - harm.ended_s
-        returned_s = harm.since_s - harm.ended_s if harm.since_s else LEASE_S
-        outcome.reclaim_due_s = PROOF_S + min(returned_s + START_S, LEASE_S)
+            ends = [asyncio.create_task(_end_of_leases(victim.name, clients[p.name])) for p in self.cluster.prefill]
+            ended_s = await asyncio.gather(*ends)
+        restarted = f"{victim.name} is gone: {victim.name} was restarted"
+        proven_s = [self._heard.when(p.name, restarted, harm.ended_s) for p in self.cluster.prefill]
+        outcome.reclaimed_s = max(ended_s) - harm.ended_s
+        outcome.reclaimed_late_s = max(
+            ended - min(harm.ended_s + LEASE_S, proven or math.inf) - PROOF_S
+            for ended, proven in zip(ended_s, proven_s, strict=True)
+        )
 
     async def _heal(self, outcome: Outcome, harm: Harm, victim: NodeProcess, clients: Mapping[str, Client]) -> None:
         """Until prompts are handed over there again: from a prefill node to every decode node, to a decode node."""
-        askers = [victim] if victim in self.cluster.decode else self.cluster.decode
+        what = f"is back after {START_MAX_S:g} s"
         try:
+            async with asyncio.timeout(START_MAX_S):
+                back_s = await harm.back()
+            what = f"has healed {HEAL_S:g} s after its return"
             async with asyncio.timeout(HEAL_S):
-                await asyncio.gather(*(self._handed_over(clients[node.name], victim) for node in askers))
+                askers = [victim] if victim in self.cluster.decode else self.cluster.decode
+                await self._handed_over_to(askers, clients, victim)
         except TimeoutError:
-            outcome.problems.append(f"not healed after {HEAL_S:g} s")
+            outcome.problems.append(f"nothing {what}")
             return
-        outcome.healed_s = time.monotonic() - harm.since_s
+        outcome.started_s = back_s - harm.since_s if harm.starts else None
+        outcome.healed_s = time.monotonic() - back_s
+
+    async def _handed_over_to(
+        self, askers: Sequence[NodeProcess], clients: Mapping[str, Client], victim: NodeProcess
+    ) -> None:
+        await asyncio.gather(*(self._handed_over(clients[node.name], victim) for node in askers))
 
     async def _handed_over(self, d: Client, victim: NodeProcess) -> None:
         while True:
@@ -145,27 +163,16 @@ class Arena:
     async def _check(self, outcome: Outcome, victim: NodeProcess, clients: Mapping[str, Client], before: Pids) -> None:
         """Every node's ledger, and the processes of those that were not hurt."""
         for name, client in clients.items():
-            await self._check_ledger(outcome, name, client)
+            try:
+                await until_clean(client)
+            except Unclean as e:
+                outcome.leaked += max(1, e.blocks)
+                outcome.problems.append(f"{name}: {e}")
             now = await pids_of(client)
             if name != victim.name:
                 gone = [what for what in ("control", "worker") if now[what] != before[name][what]]
                 outcome.lost += len(gone)
                 outcome.problems += [f"{what} of {name} has ended" for what in gone]
-
-    async def _check_ledger(self, outcome: Outcome, name: str, client: Client) -> None:
-        said: dict[str, object] = {}
-
-        async def clean() -> bool:
-            reply = await client.ledger()
-            said.update(reply.ledger)
-            return reply.clean
-
-        try:
-            await until(clean)
-        except TimeoutError:
-            blocks: dict[str, int] = said["blocks"]  # type: ignore[assignment]
-            outcome.leaked += max(1, blocks["in_use"] + blocks["quarantined"])
-            outcome.problems.append(f"{name} is not clean: {said}")
 
 
 class Pauses:
@@ -194,12 +201,14 @@ async def _later(traffic: Traffic) -> None:
     traffic.ask_some(DURING)
 
 
-async def _leases_of(reader: str, owner: Client) -> int:
-    try:
-        peers = (await owner.status())["peers"]
-    except PdError:
-        return 1  # it does not say
-    return sum(peer["leases"] for peer in peers if peer["name"] == reader)
+async def _end_of_leases(reader: str, owner: Client) -> float:
+    """When the owner said for the first time that this reader has none."""
+    while True:
+        with contextlib.suppress(PdError):
+            peers = (await owner.status())["peers"]
+            if not sum(peer["leases"] for peer in peers if peer["name"] == reader):
+                return time.monotonic()
+        await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager
@@ -212,7 +221,10 @@ async def arena(folder: Path, environment: Mapping[str, str] = TCP) -> AsyncIter
     }  # fmt: skip
     roles = {**ROLES, "decode": {**ROLES["decode"], "join": ",".join(relay.address for relay in relays)}}
     (folder / "logs").mkdir(parents=True)
-    cluster = Cluster(2, 2, options=options, role_options=roles, environment=environment, logs=folder / "logs")
+    heard = Heard()
+    cluster = Cluster(
+        2, 2, options=options, role_options=roles, environment=environment, logs=folder / "logs", on_line=heard.line
+    )
     for node in cluster.nodes:
         node.http = ""
     for node, relay in zip(cluster.prefill, relays, strict=True):
@@ -220,7 +232,7 @@ async def arena(folder: Path, environment: Mapping[str, str] = TCP) -> AsyncIter
         await relay.start(node.address)
     try:
         async with cluster:
-            yield Arena(cluster, {node.name: relay for node, relay in zip(cluster.prefill, relays, strict=True)})
+            yield Arena(cluster, {node.name: relay for node, relay in zip(cluster.prefill, relays, strict=True)}, heard)
     finally:
         await cluster.kill_all()
         for relay in relays:

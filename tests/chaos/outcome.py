@@ -14,8 +14,11 @@ from rich.table import Table
 
 from .plan import Fault
 
+LEASE_S = 2.0
+PROOF_S = 1.0  # for leases to end after proof of their reader's end, or after their time
+HEALED_MAX_S = 8.0  # after a return
 COUNTS = ("right", "cancelled", "failed", "unfair", "hung", "wrong", "leaked", "lost")
-BAD = ("unfair", "hung", "wrong", "leaked", "lost")
+BAD = ("unfair", "hung", "wrong", "leaked", "lost", "late", "slow")
 
 
 @dataclass(slots=True)
@@ -37,13 +40,34 @@ class Outcome:
     leaked: int = 0
     lost: int = 0
     reclaimed_s: float | None = None  # from a reader's death to the end of its last lease
-    reclaim_due_s: float | None = None  # by when that was due: 1 s after proof of it or after the lease's time
-    healed_s: float | None = None  # from the node's start, thaw or link to a prompt handed over there again
+    reclaimed_late_s: float | None = (
+        None  # beyond 1 s after proof of that death or after the lease's time; below 0: in time
+    )
+    started_s: float | None = None  # from the start of what had ended to the node's word that it is ready
+    healed_s: float | None = None  # from that word, a thaw or a mended link to a prompt handed over there again
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> int:
+        return int((self.reclaimed_late_s or 0.0) > 0)
+
+    @property
+    def slow(self) -> int:
+        return int((self.healed_s or 0.0) > HEALED_MAX_S)
 
     @property
     def good(self) -> bool:
         return not self.problems and not any(getattr(self, name) for name in BAD)
+
+    @property
+    def told(self) -> str:
+        """What was not right."""
+        told = list(self.problems)
+        if self.late:
+            told.append(f"a dead reader's leases ended {self.reclaimed_late_s:.1f} s late")
+        if self.slow:
+            told.append(f"handed over again only {self.healed_s:.1f} s after the return")
+        return "; ".join(told) or "see the table"
 
 
 @dataclass(slots=True)
@@ -63,7 +87,7 @@ class Report:
     def problems(self) -> list[str]:
         told = [
             f"fault {o.fault.number} (seed {o.fault.seed}): {o.fault.kind} of {o.victim or o.fault.role} at "
-            f"{o.fault.step}: {'; '.join(o.problems) or 'see the table'}"
+            f"{o.fault.step}: {o.told}"
             for o in self.outcomes
             if not o.good
         ]
@@ -77,7 +101,7 @@ class Report:
         }  # fmt: skip
         (folder / "chaos.json").write_text(json.dumps(said, indent=1) + "\n")
         with (folder / "chaos.txt").open("w") as file:
-            self.print(Console(file=file, width=160))
+            self.print(Console(file=file, width=180))
 
     def print(self, console: Console) -> None:
         for by in ("kind", "step"):
@@ -91,7 +115,19 @@ class Report:
 
     def _table(self, by: str) -> Table:
         table = Table(box=None, header_style="dim", pad_edge=False)
-        for column in (by, "role", "faults", "at step", *COUNTS, "reclaimed", "late", "healed", "slowest"):
+        for column in (
+            by,
+            "role",
+            "faults",
+            "at step",
+            *COUNTS,
+            "reclaimed",
+            "late",
+            "start",
+            "healed",
+            "slowest",
+            "slow",
+        ):
             table.add_column(column, justify="left" if column in (by, "role") else "right")
         groups: dict[tuple[str, str], list[Outcome]] = {}
         for outcome in self.outcomes:
@@ -103,15 +139,15 @@ class Report:
 
 
 def _cells(some: Sequence[Outcome]) -> list[str]:
-    """`late`: readers whose leases ended after they were due."""
+    """`late`: readers whose leases ended after they were due; `slow`: healings of more than 8 s."""
     counts = [str(sum(getattr(o, name) for o in some)) for name in COUNTS]
-    reclaimed = [(o.reclaimed_s, o.reclaim_due_s or 0.0) for o in some if o.reclaimed_s is not None]
+    reclaimed = [o.reclaimed_s for o in some if o.reclaimed_s is not None]
+    started = [o.started_s for o in some if o.started_s is not None]
     healed = [o.healed_s for o in some if o.healed_s is not None]
-    late = sum(took > due for took, due in reclaimed)
     return [
         str(len(some)), str(sum(o.reached for o in some)), *counts,
-        _seconds([took for took, _ in reclaimed]), str(late) if reclaimed else "",
-        _seconds(healed), f"{max(healed):.1f} s" if healed else "",
+        _seconds(reclaimed), str(sum(o.late for o in some)) if reclaimed else "",
+        _seconds(started), _seconds(healed), f"{max(healed):.1f} s" if healed else "", str(sum(o.slow for o in some)),
     ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ AT_BOTH = (
     "kill control", "kill worker", "kill mover", "kill all", "freeze control", "freeze worker", "freeze mover",
     "terminate", "slow", "disk full",
 )  # fmt: skip
-OF_LINK = ("cut", "silence", "delay")  # of the link to a prefill node
+# of the link to a prefill node: it hears nothing, or is not heard; in a partition one decode node alone is cut off
+OF_LINK = ("cut", "silence", "delay", "deaf", "mute", "partition")
 ROLES = ("prefill", "decode")
 DYING = ("kill control", "kill all", "terminate")  # whose clients may hear of errors
 PAIRS = tuple((kind, role) for role in ROLES for kind in (*AT_BOTH, *(OF_LINK if role == "prefill" else ())))

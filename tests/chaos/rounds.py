@@ -14,7 +14,7 @@ from .outcome import Outcome, Report
 from .plan import Fault
 from tests.live.faults import TCP
 
-ROUND = 23  # faults to a cluster, at most: each kind once
+ROUND = 26  # faults to a cluster, at most: each kind once
 VERIFY = "from pdbus.nodes.cli import replay_main; replay_main()"
 
 # Over TCP the owner's mover sends, as between two machines, so that reads can be held; else UCX reads by itself.

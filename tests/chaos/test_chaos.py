@@ -30,7 +30,7 @@ def test_a_hundred_faults(tmp_path: Path) -> None:
 def strike(count: int, seed: int, folder: Path) -> None:
     report = Report(seed)
     asyncio.run(run(faults(seed, count), report, clusters=2, keep=folder, environments=ENVIRONMENTS))
-    report.print(Console(width=160))
+    report.print(Console(width=180))
     assert report.good, "\n".join(report.problems)
     assert len(report.outcomes) == count
     reached = [outcome for outcome in report.outcomes if outcome.reached]

@@ -224,8 +224,16 @@ async def until_status(client: Client, true: Callable[[Status], Any]) -> Status:
     return status
 
 
+class Unclean(AssertionError):
+    """Something is left on a node though nobody has a request. `blocks`: those that are neither free nor cached."""
+
+    def __init__(self, ledger: Status) -> None:
+        super().__init__(f"is not clean: {ledger}")
+        self.blocks: int = ledger["blocks"]["in_use"] + ledger["blocks"]["quarantined"] if ledger else 0
+
+
 async def until_clean(client: Client) -> None:
-    """Nothing but free and cached blocks, no lease, no read, no request."""
+    """Nothing but free and cached blocks, no lease, no read, no request. Raises Unclean."""
     ledger: Status = {}
 
     async def look() -> bool:
@@ -236,7 +244,9 @@ async def until_clean(client: Client) -> None:
     try:
         await until(look)
     except TimeoutError:
-        raise AssertionError(f"{client.address} is not clean: {ledger}") from None
+        problem = Unclean(ledger)
+        problem.add_note(client.address)
+        raise problem from None
 
 
 async def until_fetch(client: Client, true: Callable[[Status], Any]) -> Status:

@@ -55,7 +55,7 @@ def linked(relay: Relay) -> Iterator[Site]:
 def hurt(linked: Site, relay: Relay) -> Iterator[Site]:
     """1P + 1D over TCP, a relay between their buses."""
     yield linked
-    relay.silent = False
+    relay.mend()
     linked.mend()
 
 
@@ -75,7 +75,7 @@ async def fetching(site: Site, relay: Relay, state: str, asked: list[int]) -> as
             return task
         await until_fetch(d, lambda f: f["reads"] and f["first_token"])
         if state == "claiming":
-            relay.silent = True
+            relay.swallow()
             site.thaw(mover)
             await until_fetch(d, lambda f: f["state"] == "claiming")
     return task
@@ -90,7 +90,7 @@ async def ask_at(address: str, asked: list[int]) -> Answered:
 @scenario
 async def test_a_cut_costs_no_attempt(hurt: Site, relay: Relay, state: str) -> None:
     task = await fetching(hurt, relay, state, prompt(5 * CHUNK, STATES.index(state)))
-    relay.silent = False
+    relay.mend()
     relay.cut()
     hurt.thaw_all()
     timeline = (await task).finished.timeline
@@ -102,12 +102,11 @@ async def test_a_cut_costs_no_attempt(hurt: Site, relay: Relay, state: str) -> N
 async def test_silence_costs_the_attempt(hurt: Site, relay: Relay, state: str) -> None:
     """The prefill node works for nobody, until its lease expires."""
     task = await fetching(hurt, relay, state, prompt(5 * CHUNK, 10 + STATES.index(state)))
-    relay.silent = True
+    relay.swallow()
     hurt.thaw_all()
     timeline = (await task).finished.timeline
     assert (timeline.remote, timeline.attempts) == (False, 1)
     async with Client(hurt.p.address) as p, Client(hurt.d.address) as d:
         await until_clean(p)
-        relay.silent = False
-        relay.cut()
+        relay.mend()
         await ask_remotely(d, STATES.index(state))

@@ -176,31 +176,6 @@ async def disconnect(url: str, body: dict[str, Any], wait_s: float) -> None:
 
 @pytest.mark.long
 @scenario
-async def test_every_node_is_restarted_under_load_and_no_request_fails(hurt: Site) -> None:
-    """One after the other, as people deploy: drained, ended, started, ready."""
-    async with gateway_of(*joined(hurt)) as gate:
-        await gate.sees("decode-1", "decode-2")
-        over, answered = asyncio.Event(), 0
-
-        async def load(i: int) -> None:
-            nonlocal answered
-            while not over.is_set():
-                await gate.right(prompt(20 + answered % 90, 10 + i), 10, stream=False)
-                answered += 1
-
-        loads = [asyncio.create_task(load(i)) for i in range(4)]
-        for node in hurt.cluster.nodes:
-            node.signal(signal.SIGTERM)
-            assert await node.wait() == 0
-            await hurt.cluster.restart(node)
-            await gate.sees("decode-1", "decode-2")
-        over.set()
-        await asyncio.gather(*loads)
-        assert answered > 20
-
-
-@pytest.mark.long
-@scenario
 async def test_a_gateway_that_is_told_to_stop_lets_answers_end(hurt: Site) -> None:
     async with gateway_of(*joined(hurt)) as gate:
         await gate.sees("decode-1", "decode-2")

@@ -29,4 +29,7 @@ def test_a_report_is_good_only_if_all_of_it_is() -> None:
     assert Report(1, [Outcome(fault, failed=3)]).good, "its client's own node was hurt"
     for bad in ("unfair", "hung", "wrong", "leaked", "lost"):
         assert not Report(1, [Outcome(fault), Outcome(fault, **{bad: 1})]).good  # type: ignore[arg-type]
+    assert Report(1, [Outcome(fault, healed_s=8.0, started_s=20.0, reclaimed_s=9.0, reclaimed_late_s=-0.1)]).good
+    assert not Report(1, [Outcome(fault, healed_s=8.1)]).good
+    assert not Report(1, [Outcome(fault, reclaimed_s=2.9, reclaimed_late_s=0.1)]).good
     assert not Report(1, [Outcome(fault)], unverified=["cluster 0: violation"]).good
