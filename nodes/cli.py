@@ -221,6 +221,26 @@ def drain(address: Address, *, keys: Keys = "") -> None:
     raise typer.Exit(drain_node(address, keys))
 
 
+@app.command("eval")
+@takes_settings([setting for setting in SETTINGS if setting.name not in DECIDED_BY_UP])
+def evaluate(
+    address: Annotated[
+        str, typer.Argument(metavar="[ADDRESS]", help="Bus address of a node; else nodes are started.")
+    ] = "",
+    *,
+    prefill: Annotated[
+        int | None, typer.Option(min=0, max=64, metavar="N", help="Prefill nodes to start before the decode node.")
+    ] = None,
+    as_json: AsJson = False,
+    keys: Keys = "",
+    settings: dict[str, str],
+) -> None:
+    """What a model knows: 35 capitals, and the perplexity of two texts and of questions of GSM8K."""
+    from .evaluation.command import run_eval
+
+    raise typer.Exit(run_eval(address, prefill, settings, keys, as_json=as_json))
+
+
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Look at this machine: libraries, limits, transports, and one real read. Exit status 1: a node cannot work."""

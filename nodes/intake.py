@@ -180,7 +180,7 @@ class Intake:
                 sampling=sampling,
                 deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
                 credit=message.credit,
-                whole=sampling.prompt_logprobs is not None,
+                whole=sampling.prompt_logprobs is not None and sampling.prompt_logprobs_from <= 1,
             )
         )
 
