@@ -180,7 +180,7 @@ class Intake:
                 sampling=sampling,
                 deadline_ns=message.deadline_ms * 1_000_000 - (time.monotonic_ns() - arrived),
                 credit=message.credit,
-                whole=sampling.prompt_logprobs is not None,
+                whole=sampling.prompt_logprobs is not None and sampling.prompt_logprobs_from <= 1,
             )
         )
 
@@ -327,6 +327,7 @@ class Intake:
                 "max_model_len": control.setup.max_model_len,
                 "vocab_size": control.setup.vocab_size,
                 "block_size": control.setup.geometry.block_size,
+                "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
                 "epoch": core.epoch,

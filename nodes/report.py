@@ -94,6 +94,7 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
             "http": p.http,
             "leases": reading.get(p.name, 0),
             "fetches": fetching.get(p.name, 0),
+            "prefill_tokens_per_s": p.load.prefill_tokens_per_s if p.load else 0,
         }
         for p in core.peers.members()
     ]

@@ -13,7 +13,7 @@ from pdbus.bus.generation import Generation
 from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
-from .routing import NodeView
+from .routing import NodeView, prefill_rate
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
 ONLY_PREFILLS = "it only prefills for others"  # the problem of a node that works, and is no decode node
@@ -92,6 +92,7 @@ class FleetNode:
             free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
             block_size=int(self.status.get("block_size", 16)),
             matched_tokens=matched_tokens,
+            prefill_tokens_per_s=prefill_rate(self.status),
         )
 
     # ------------------------------------------------------------ what it says

@@ -6,12 +6,15 @@ choice can be made again. A policy gives each node a score; the highest wins; eq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.wire import Declared
 
 BUSY = 1.5  # a node with more than so many times the mean of running requests, and one, is not chosen for its prefix
 RUNNING_TOKENS = 8  # what one more running request costs, in prompt tokens: each slows the steps of all others
+ALIKE = 1.25  # speeds nearer to each other count as the same: measurements differ by so much by themselves
 SHORT_FACTOR = 2  # tokens that have no room wait for others to end, which takes longer than to compute them
 
 
@@ -26,6 +29,7 @@ class NodeView(Declared):
     free_blocks: int = 0  # that could be given out: free and cached ones
     block_size: int = 16  # tokens
     matched_tokens: int = 0  # of the prompt's beginning that are in its prefix cache
+    prefill_tokens_per_s: int = 0  # where its prompts are computed, as measured lately; 0: not known
 
 
 class Ask(Declared):
@@ -63,15 +67,41 @@ def prefix(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
 
 
 def cost(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
-    """The least work before and beside the answer, in prompt tokens: what is missing of the prompt, what waits before
-    it, who runs beside it, and what has no room."""
-    return [-_cost(ask, node) for node in nodes]
+    """The least work before and beside the answer, in prompt tokens at the fastest node's speed: what is missing of the
+    prompt, what waits before it, who runs beside it, and what has no room. A node whose speed is not known counts as
+    fast, so that it is tried."""
+    fastest = max((node.prefill_tokens_per_s for node in nodes), default=0)
+    return [-_cost(ask, node, _slower(node.prefill_tokens_per_s, fastest)) for node in nodes]
 
 
-def _cost(ask: Ask, node: NodeView) -> float:
+def _slower(rate: int, fastest: int) -> float:
+    """How many times as long a token takes there."""
+    return fastest / rate if 0 < rate * ALIKE < fastest else 1.0
+
+
+def _cost(ask: Ask, node: NodeView, slower: float) -> float:
     missing = max(0, ask.prompt_tokens - node.matched_tokens)
     short = max(0, missing - node.free_blocks * node.block_size)
-    return missing + node.queued_tokens + RUNNING_TOKENS * (node.running + node.queued) + SHORT_FACTOR * short
+    prompts = missing + node.queued_tokens + SHORT_FACTOR * short
+    return slower * prompts + RUNNING_TOKENS * (node.running + node.queued)
+
+
+def prefill_rate(status: Mapping[str, Any]) -> int:
+    """Prompt tokens a second where a decode node's prompts are computed, from its status: of the fastest prefill node
+    that it can ask, or its own where it computes them itself. 0: not known."""
+    own = max(0, int(status.get("metrics", {}).get("prefill_tokens_per_s", 0)))
+    policy = status.get("prefill_policy", "remote")
+    there = [] if policy == "local" else [_rate(peer) for peer in status.get("peers", ()) if _is_asked(peer)]
+    return max(*there, own if policy == "auto" else 0) if there else own
+
+
+def _rate(peer: Mapping[str, Any]) -> int:
+    return max(0, int(peer.get("prefill_tokens_per_s", 0)))
+
+
+def _is_asked(peer: Mapping[str, Any]) -> bool:
+    up = peer.get("state") == "up" and not peer.get("draining") and not peer.get("detail") and not peer.get("circuit")
+    return up and peer.get("role") in PREFILL_ROLES
 
 
 POLICIES: dict[str, Policy] = {

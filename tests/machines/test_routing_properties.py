@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from pdbus.bus.wire import replace
-from pdbus.nodes.gateway.routing import BUSY, POLICIES, Ask, NodeView, choose
+from pdbus.nodes.gateway.routing import ALIKE, BUSY, POLICIES, Ask, NodeView, choose, prefill_rate
 
 counts = st.integers(0, 50)
 
@@ -23,6 +23,7 @@ def views(draw: st.DrawFn) -> list[NodeView]:
             queued_tokens=draw(st.integers(0, 5000)),
             free_blocks=draw(counts),
             matched_tokens=16 * draw(st.integers(0, 20)),
+            prefill_tokens_per_s=draw(st.integers(0, 3) | st.integers(0, 10**6)),
         )
         for name in names
     ]
@@ -108,3 +109,56 @@ def test_cost_leaves_a_warm_node_only_when_it_is_busier_than_the_prefix_is_worth
     ]
     assert chosen[0] == "warm" and chosen[-1] == "cold"
     assert chosen == sorted(chosen, reverse=True), "once left, it stays left"
+
+
+@given(asks, views(), st.data())
+def test_cost_never_leaves_a_node_because_it_is_faster(ask: Ask, nodes: list[NodeView], data: st.DataObject) -> None:
+    before = choose("cost", ask, nodes).node
+    place = next(i for i, node in enumerate(nodes) if node.name == before)
+    known = nodes[place].prefill_tokens_per_s or max(node.prefill_tokens_per_s for node in nodes)
+    faster = replace(nodes[place], prefill_tokens_per_s=known + data.draw(st.integers(0, 10**6)))
+    now = [*nodes[:place], faster, *nodes[place + 1 :]]
+    assert choose("cost", ask, now).node == before or _tied("cost", ask, now, before)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 100))
+def test_cost_takes_turns_among_speeds_that_are_alike(rate: int, turn: int) -> None:
+    """Two measurements of equal machines differ, and one of them would get everything."""
+    nodes = [NodeView(name="a", free_blocks=50, prefill_tokens_per_s=rate),
+             NodeView(name="b", free_blocks=50, prefill_tokens_per_s=int(rate * ALIKE)),
+             NodeView(name="c", free_blocks=50)]  # fmt: skip
+    chosen = [choose("cost", Ask(turn=turn + i, prompt_tokens=10), nodes).node for i in range(3)]
+    assert sorted(chosen) == ["a", "b", "c"]
+
+
+def test_cost_prefers_the_faster_node_until_it_is_so_much_busier() -> None:
+    slow = NodeView(name="slow", free_blocks=500, prefill_tokens_per_s=1000)
+    fast = NodeView(name="fast", free_blocks=500, prefill_tokens_per_s=4000)
+    ask = Ask(turn=0, prompt_tokens=1000)
+    assert choose("cost", ask, [slow, fast]).node == "fast"
+    assert choose("cost", ask, [slow, replace(fast, queued_tokens=2500)]).node == "fast"
+    assert choose("cost", ask, [slow, replace(fast, queued_tokens=3500)]).node == "slow"
+    assert choose("cost", ask, [replace(slow, matched_tokens=900), fast]).node == "slow"
+
+
+PEER = {"state": "up", "role": "prefill", "prefill_tokens_per_s": 900}
+
+
+@pytest.mark.parametrize(
+    ("status", "rate"),
+    [
+        ({}, 0),
+        ({"peers": [{**PEER, "prefill_tokens_per_s": 700}, PEER]}, 900),
+        ({"peers": [PEER], "metrics": {"prefill_tokens_per_s": 5000}}, 900),
+        ({"peers": [PEER], "metrics": {"prefill_tokens_per_s": 5000}, "prefill_policy": "auto"}, 5000),
+        ({"peers": [PEER], "metrics": {"prefill_tokens_per_s": 50}, "prefill_policy": "local"}, 50),
+        ({"peers": [{**PEER, "state": "dead"}], "metrics": {"prefill_tokens_per_s": 50}}, 50),
+        ({"peers": [{**PEER, "draining": True}]}, 0),
+        ({"peers": [{**PEER, "circuit": "open"}]}, 0),
+        ({"peers": [{**PEER, "role": "decode"}]}, 0),
+        ({"peers": [{"state": "up", "role": "prefill"}], "metrics": {"prefill_tokens_per_s": 50}}, 0),
+    ],
+    ids=["nothing", "the fastest", "remote", "auto", "local", "dead", "drains", "circuit", "no prefill", "older peer"],
+)
+def test_a_decode_node_is_as_fast_as_where_its_prompts_are_computed(status: dict[str, object], rate: int) -> None:
+    assert prefill_rate(status) == rate

@@ -8,7 +8,9 @@ from pathlib import Path
 from pdbus.bus.endpoint import Received
 from pdbus.bus.errors import Overloaded, RequestError
 from pdbus.bus.messages import Cancel, Connect
+from pdbus.bus.recording import read
 from pdbus.bus.recording_part import RawRecord
+from pdbus.bus.wire import unpack_foreign
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.findings import Kind
 from pdbus.nodes.replay.show import belonging, find, load
@@ -288,6 +290,22 @@ async def test_show_tells_the_choice_of_a_request(tmp_path: Path) -> None:
     (request,) = find(moments, REQUEST.hex()[:6])
     kinds = [moment.record.kind for moment in belonging(moments, request)]
     assert "Chose" in kinds and "Sent generate" in kinds
+
+
+@on_loop
+async def test_cost_goes_by_measured_speeds_which_stand_with_the_choice(tmp_path: Path) -> None:
+    fast, slow = [
+        decode_node(name, HELLO, metrics={"prefill_tokens_per_s": rate, "kv_blocks_free": 64})
+        for name, rate in (("fast", 4000), ("slow", 1000))
+    ]
+    async with gate([fast, slow], policy="cost", record=tmp_path) as gated:
+        for _ in range(4):
+            assert (await gated.post(prompt=list(range(100)))).status_code == 200
+    assert (asked(fast), asked(slow)) == (4, 0)
+    assert ClusterRun([tmp_path]).failures == []
+    choice = next(record for record in read(files(tmp_path)[0]).raw() if record.kind == "Chose")
+    views = unpack_foreign(bytes(choice.payload))["nodes"]
+    assert {view["name"]: view["prefill_tokens_per_s"] for view in views} == {"fast": 4000, "slow": 1000}
 
 
 def dies_after_a_token(node: FakeNode, received: Received) -> None:
