@@ -108,9 +108,10 @@ class NixlAgent:
             return self._agent.initialize_xfer("READ", here, there, peer.name)
 
     def post(self, handle: Any) -> bool:
-        """Start a read; True when it is already done. Raises ReadFailed or ReadDoubtful."""
+        """Start a read; True when it is already done, as one within a machine is when asked after at once. Raises
+        ReadFailed or ReadDoubtful."""
         with self._judged():
-            return bool(self._agent.transfer(handle) == "DONE")
+            return bool(self._agent.transfer(handle) == "DONE" or self._agent.check_xfer_state(handle) == "DONE")
 
     def check(self, handle: Any) -> bool:
         """True when done. Raises ReadFailed or ReadDoubtful."""
