@@ -57,7 +57,7 @@ async def _round(
     folder = Path(tempfile.mkdtemp(prefix="pd"))
     outcomes: list[Outcome] = []
     try:
-        async with arena(folder, environment, LEASES_S[number % len(LEASES_S)]) as stage:
+        async with arena(folder, environment, lease_s=LEASES_S[number % len(LEASES_S)]) as stage:
             for fault in faults:
                 outcomes.append(await stage.strike(fault))
                 report.outcomes.append(outcomes[-1])
