@@ -13,7 +13,7 @@ from pdbus.bus.errors import RequestError
 from .errors import on_pd_error
 from .keys import HttpKeys
 
-OPEN = ("/health/live", "/health/ready", "/pd/info")  # probes, and what another node asks before it calls
+OPEN = ("/health", "/health/live", "/health/ready", "/pd/info")  # probes, and what another node asks before it calls
 
 
 class Bearer:
