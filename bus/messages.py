@@ -98,6 +98,7 @@ class Sampling(Declared):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     json_schema: str = ""  # as JSON text: the answer is JSON that follows it; '': anything
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first; computed on D
+    prompt_logprobs_from: int = 0  # of tokens from this one on; KV of what they follow may come from cache or P
 
 
 class TokenLogprob(Declared):

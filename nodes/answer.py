@@ -28,7 +28,7 @@ class Answer:
     text: str = ""  # complete, not yet sent
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens not yet sent
     pieces: list[tuple[bytes, ...]] = field(default_factory=list)  # beside them, of each and its rivals
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens but the first
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens that are scored
 
     def take(self, token: int, logprob: TokenLogprob | None) -> bool:
         """Append one token. True when it ends the answer."""
@@ -42,7 +42,8 @@ class Answer:
 
     def scored(self, first: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Of the prompt's tokens from `first` on. What is computed a second time is known already."""
-        self.prompt_logprobs += logprobs[1 + len(self.prompt_logprobs) - first :]
+        expected = max(1, self.sampling.prompt_logprobs_from) + len(self.prompt_logprobs)
+        self.prompt_logprobs += logprobs[expected - first :]
 
     def message(self) -> Token:
         """Everything taken and not yet sent; at first what the prompt's tokens were scored."""
@@ -58,7 +59,8 @@ class Answer:
         return message
 
     def _prompt_pieces(self) -> tuple[tuple[bytes, ...], ...]:
-        rivals = [(), *(one.top for one in self.prompt_logprobs)]
+        unscored = max(1, self.sampling.prompt_logprobs_from)
+        rivals = [*[()] * unscored, *(one.top for one in self.prompt_logprobs)]
         return tuple(
             (self.piece(token), *(self.piece(other) for other, _ in top))
             for token, top in zip(self.prompt, rivals, strict=False)

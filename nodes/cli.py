@@ -131,11 +131,16 @@ def gateway(
     http_keys: Annotated[
         str, typer.Option(metavar="FILE", help="File of bearer keys, a line NAME KEY each.", envvar="PD_HTTP_KEYS")
     ] = "",
+    http_tls_cert: Annotated[
+        str, typer.Option(metavar="FILE", help="Certificate in PEM form: HTTPS.", envvar="PD_HTTP_TLS_CERT")
+    ] = "",
+    http_tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its private key.", envvar="PD_HTTP_TLS_KEY")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve HTTP to other machines without keys.")] = False,
 ) -> None:
     """Serve the OpenAI API in front of a whole cluster."""
     from .gateway.command import GatewayConfig, run_gateway
     from .gateway.endpoints import paired
+    from .http.tls import Tls
 
     asked = context.get_parameter_source("http")
     config = GatewayConfig(
@@ -146,6 +151,7 @@ def gateway(
         http_asked=asked is not None and asked.name != "DEFAULT",
         keys=keys,
         http_keys=http_keys,
+        tls=Tls(http_tls_cert, http_tls_key),
         insecure=insecure,
         policy=policy,
         queue=queue,
@@ -213,6 +219,26 @@ def drain(address: Address, *, keys: Keys = "") -> None:
     from .status_view import drain_node
 
     raise typer.Exit(drain_node(address, keys))
+
+
+@app.command("eval")
+@takes_settings([setting for setting in SETTINGS if setting.name not in DECIDED_BY_UP])
+def evaluate(
+    address: Annotated[
+        str, typer.Argument(metavar="[ADDRESS]", help="Bus address of a node; else nodes are started.")
+    ] = "",
+    *,
+    prefill: Annotated[
+        int | None, typer.Option(min=0, max=64, metavar="N", help="Prefill nodes to start before the decode node.")
+    ] = None,
+    as_json: AsJson = False,
+    keys: Keys = "",
+    settings: dict[str, str],
+) -> None:
+    """What a model knows: 35 capitals, and the perplexity of two texts and of questions of GSM8K."""
+    from .evaluation.command import run_eval
+
+    raise typer.Exit(run_eval(address, prefill, settings, keys, as_json=as_json))
 
 
 @app.command()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdbus.bus.messages import Sampling
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, replace
 from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.staging import StageUp
@@ -77,7 +77,7 @@ class Request:
     attempts: int = 0
     tried: tuple[str, ...] = ()
     local_only: bool = False  # for good: asked for, it has run here, or no attempt is left
-    whole: bool = False  # no position of its prompt is taken from the cache
+    kept: int = 0  # positions of its prompt, from the first on, that need not be computed here
     generated: int = 0
     acknowledged: int = 0
     worker_losses: int = 0  # while it was in the step
@@ -178,7 +178,7 @@ class Requests:
             credit=event.credit,
             marks=Marks(arrived=now),
             local_only=event.whole,
-            whole=event.whole,
+            kept=0 if event.whole else _kept(event.sampling, event.prompt_tokens),
         )
         self._requests[r.request] = self._by_seq[seq] = self._by_client[r.client] = r
         self._waiting.append(r)
@@ -192,9 +192,8 @@ class Requests:
             r = self._waiting[0]
             if self._no_room == (r.seq, self._pool.changes):
                 break
-            reservation = self._pool.reserve(
-                r.prompt_tokens + r.generated, () if r.whole else r.block_hashes, Holder.HELD
-            )
+            shared = r.block_hashes[: r.kept // self._pool.block_size]
+            reservation = self._pool.reserve(r.prompt_tokens + r.generated, shared, Holder.HELD)
             if reservation is None:
                 self._no_room = r.seq, self._pool.changes
                 break
@@ -212,7 +211,7 @@ class Requests:
 
     def _stays_local(self, r: Request, cached: int) -> bool:
         """Nothing to transfer: what is left of a warm prompt fits into one block."""
-        return r.local_only or (cached > 0 and r.prompt_tokens - cached <= self._pool.block_size)
+        return r.local_only or (cached > 0 and r.kept - cached <= self._pool.block_size)
 
     def _fetch(self, r: Request, source: Source, have: int) -> FetchAsked:
         self._enter(r, State.FETCHING, source.node)
@@ -230,7 +229,7 @@ class Requests:
             prompt_tokens=r.prompt_tokens,
             have=have,
             prompt_digest=r.prompt_digest,
-            sampling=r.sampling,
+            sampling=replace(r.sampling, prompt_logprobs=None, prompt_logprobs_from=0),
             blocks=r.blocks[: -(-r.prompt_tokens // self._pool.block_size)],
             deadline_ns=r.deadline_ns,
         )
@@ -247,7 +246,7 @@ class Requests:
                 prompt_tokens=r.prompt_tokens,
                 blocks=list(r.blocks),
                 block_hashes=r.block_hashes,
-                computed=min(computed, known - 1),
+                computed=min(computed, r.kept, known - 1),
                 known=known,
                 growing=True,
                 sample_prompt=True,
@@ -314,9 +313,11 @@ class Requests:
         self._requests[request].marks.claimed = now
 
     def first_token_known(self, request: bytes, payload: bytes, now: int) -> list[NodeEffect]:
-        """Counted at once: whatever becomes of the attempt, the worker's sequence has this token from now on."""
+        """Counted at once: whatever becomes of the attempt, the worker's sequence has this token from now on.
+
+        Where the prompt's last tokens are scored here, so is this one sampled: the same, and not before they are."""
         r = self._requests.get(request)
-        if r is None:
+        if r is None or r.kept < r.prompt_tokens:
             return []
         self._count(r, now, own=False)
         return [TakeFirstToken(request=r.request, seq=r.seq, payload=payload)]
@@ -339,7 +340,8 @@ class Requests:
         if r is None:
             return []
         self._count(r, now, own=True, tokens=tokens)
-        return [EmitToken(request=r.request, seq=seq), *self._ends(r, stop, now)]
+        emit = EmitToken(request=r.request, seq=seq)
+        return [emit, *ends] if (ends := self._ends(r, stop, now)) else [emit]
 
     def preempted(self, sequence: Sequence) -> None:
         self.counters["preempted"] += 1
@@ -423,3 +425,8 @@ class Requests:
                 retry_after_ms=retry_after_ms,
             )
         ]
+
+
+def _kept(sampling: Sampling, prompt_tokens: int) -> int:
+    """Of positions whose logits nobody asked for, the KV is enough. The one before a token tells how likely it was."""
+    return prompt_tokens if sampling.prompt_logprobs is None else max(0, sampling.prompt_logprobs_from - 1)

@@ -53,6 +53,12 @@ def too_long(tokens: int, tokens_max: int, param: str, how: str = "") -> Request
 
 def check_scored(s: Sampling, prompt_tokens: int) -> None:
     """All log-probabilities of a prompt travel in one message."""
+    if not 0 <= s.prompt_logprobs_from < prompt_tokens or (s.prompt_logprobs_from and s.prompt_logprobs is None):
+        problem = (
+            f"prompt_logprobs_from is {s.prompt_logprobs_from}; it must be from 0 to {prompt_tokens - 1}, the prompt's "
+            "last token, and comes with prompt_logprobs"
+        )
+        raise RequestError(problem, param="prompt_logprobs_from")
     if s.prompt_logprobs is not None and prompt_tokens * (1 + s.prompt_logprobs) > SCORED_MAX:
         problem = (
             f"prompt_logprobs: {prompt_tokens} tokens with {s.prompt_logprobs} alternatives each are more than "

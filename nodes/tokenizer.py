@@ -51,9 +51,9 @@ class Tokenizer(Protocol):
     spells_text: bool  # what tokens spell is known exactly, and an engine samples them by it
     vocab_size: int
 
-    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
-        """Ids of a bare prompt, with the special tokens that the model expects around it. Raises RequestError; also,
-        before any work, for text that has certainly more than `tokens_max`."""
+    def encode(self, text: str, tokens_max: int | None = None, *, special: bool = True) -> list[int]:
+        """Ids of a bare prompt, with the special tokens that the model expects around it unless not `special`. Raises
+        RequestError; also, before any work, for text that has certainly more than `tokens_max`."""
         ...
 
     def chat(
@@ -148,7 +148,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = 256) -> None:
         self.vocab_size = vocab_size
 
-    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+    def encode(self, text: str, tokens_max: int | None = None, *, special: bool = True) -> list[int]:
         return list(_fitting(text, "prompt", ONE_BYTE, tokens_max))
 
     def chat(
@@ -214,8 +214,8 @@ class HFTokenizer:
     def _token_bytes(self) -> TokenBytes:
         return token_bytes(self._tokenizer)
 
-    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
-        return self._ids(text, "prompt", tokens_max, special=True)
+    def encode(self, text: str, tokens_max: int | None = None, *, special: bool = True) -> list[int]:
+        return self._ids(text, "prompt", tokens_max, special=special)
 
     def chat(
         self,

@@ -63,6 +63,7 @@ class Walk:
         self.seq, self.blocks, self.tokens, self.results = seq, list(blocks), list[int](), list[RowResult]()
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens but the first, if it asks for them
         self._prompt, self._chunks, self._at = len(prompt), list(chunks), 0
+        self._scored = max(1, sampling.prompt_logprobs_from if sampling else 0)
         loaded.engine.open(seq, prompt, sampling or Sampling())
 
     def next_row(self) -> StepRow:
@@ -73,7 +74,7 @@ class Walk:
 
     def take(self, result: RowResult) -> None:
         assert result.seq == self.seq
-        assert result.prompt_from == (len(self.scores) + 1 if result.prompt_logprobs else 0)
+        assert result.prompt_from == (len(self.scores) + self._scored if result.prompt_logprobs else 0)
         self.scores += result.prompt_logprobs
         if result.token >= 0:
             self.tokens.append(result.token)

@@ -42,6 +42,17 @@ def bench_bus(
     _bench("bus", as_json, messages=messages)
 
 
+@bench.command("curve")
+def bench_curve(
+    messages: Annotated[int, typer.Option(min=1, max=10_000_000, metavar="N", help="Round trips.")] = 4000,
+    pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 6,
+    requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 200,
+    as_json: AsJson = False,
+) -> None:
+    """What keys cost: round trips and streamed tokens with and without, in turns, with the coded engine."""
+    _bench("curve", as_json, messages=messages, pairs=pairs, requests=requests)
+
+
 @bench.command()
 def serve(
     prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
@@ -128,7 +139,7 @@ def interference(
 
 NOT_MEASURED = (
     "role", "name", "run_dir", "listen", "advertise", "events", "join", "keys", "insecure", "http_host", "http_port",
-    "http_keys", "cpus",
+    "http_keys", "http_tls_cert", "http_tls_key", "cpus",
     "record", "record_max", "record_tokens",
 )  # fmt: skip
 

@@ -65,12 +65,16 @@ class _Sequence:
         """How many of the row's positions tell how likely the prompt's next token was, where that is asked for."""
         if self.sampling.prompt_logprobs is None:
             return 0
-        return max(0, min(row.start + row.count, self.prompt - 1) - row.start)
+        return max(0, min(row.start + row.count, self.prompt - 1) - self.scored_at(row))
 
     def scored(self, row: StepRow, logits: Tensor) -> tuple[TokenLogprob, ...]:
-        """Of the prompt's tokens after the row's first positions."""
-        first = row.start + 1
+        """Of the prompt's tokens after the row's first positions that are asked for."""
+        first = self.scored_at(row) + 1
         return scored(logits, self.tokens[first : first + len(logits)], self.sampling.prompt_logprobs or 0)
+
+    def scored_at(self, row: StepRow) -> int:
+        """The first of the row's positions that tells it."""
+        return max(row.start, self.sampling.prompt_logprobs_from - 1)
 
 
 class _Computed(NamedTuple):
@@ -149,7 +153,8 @@ class TorchEngine:
         return [results[i] for i in range(len(rows))]
 
     def _result(self, row: StepRow, some: _Computed) -> RowResult:
-        grammar = self._sequences[row.seq].grammar
+        sequence = self._sequences[row.seq]
+        grammar = sequence.grammar
         first = some.drawn[0] if some.drawn else Drawn(-1, None)
         return RowResult(
             seq=row.seq,
@@ -158,7 +163,7 @@ class TorchEngine:
             more=tuple(SampledToken(token=d.token, logprob=d.logprob) for d in some.drawn[1:]),
             drafted=some.drafted,
             problem=grammar.problem if grammar else "",
-            prompt_from=row.start + 1 if some.prompt else 0,
+            prompt_from=sequence.scored_at(row) + 1 if some.prompt else 0,
             prompt_logprobs=some.prompt,
         )
 
@@ -172,7 +177,8 @@ class TorchEngine:
         drafts = [self._drafts(s, span) for s, span in zip(sequences, spans, strict=True)]
         draws = [span.wanted + len(some) for span, some in zip(spans, drafts, strict=True)]
         scores = [s.scores(row) for s, row in zip(sequences, rows, strict=True)]
-        spans = [_wanting(*some) for some in zip(spans, map(len, drafts), scores, strict=True)]
+        tails = [p.end - s.scored_at(r) if n else 0 for s, r, p, n in zip(sequences, rows, spans, scores, strict=True)]
+        spans = [_wanting(*some) for some in zip(spans, map(len, drafts), tails, strict=True)]
         known = [s.tokens + some if some else s.tokens for s, some in zip(sequences, drafts, strict=True)]
         logits = self._forward(known, spans, self._cache)
         if logits is None:
@@ -286,10 +292,10 @@ class TorchEngine:
             yield from self._make.touch()
 
 
-def _wanting(span: Span, drafts: int, scores: int) -> Span:
-    """With drafts behind it, and the logits of all its positions where its first ones are scored."""
-    wanted = span.count if scores else span.wanted
-    return Span(span.start, span.count + drafts, span.blocks, wanted + drafts) if drafts or scores else span
+def _wanting(span: Span, drafts: int, tail: int) -> Span:
+    """With drafts behind it, and the logits of its last `tail` positions where some of these are scored."""
+    wanted = tail or span.wanted
+    return Span(span.start, span.count + drafts, span.blocks, wanted + drafts) if drafts or tail else span
 
 
 def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:

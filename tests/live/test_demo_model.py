@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,13 @@ from tokenizers import Tokenizer
 
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes.engines.attention import FreshAttend, Plan
+from pdbus.nodes.evaluation.tasks import FILE
 from pdbus.nodes.models.demo import demo_folder, fetch_demo_model
 
 from tests.torch_models import Loaded, Walk, load, run
 
 pytestmark = pytest.mark.model
-EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "demo_model.json").read_text())
+EXPECTED: dict[str, Any] = json.loads(FILE.read_text())
 
 
 @pytest.fixture(scope="module", params=["float32", "fp16"])
@@ -69,7 +69,7 @@ def test_it_knows_as_many_capitals_as_it_should(demo: Loaded, tokenizer: Tokeniz
 
 @torch.inference_mode()
 def test_it_finds_a_text_as_likely_as_it_should(demo: Loaded, tokenizer: Tokenizer) -> None:
-    ids = torch.tensor(encode(tokenizer, EXPECTED["perplexity"]["text"])[:1024])
+    ids = torch.tensor(encode(tokenizer, EXPECTED["perplexity"]["texts"]["constitution"])[:1024])
     every = torch.arange(len(ids))
     cache = demo.engine._cache
     rows = torch.from_numpy(cache.rows(every.numpy(), every.numpy()))
@@ -77,4 +77,4 @@ def test_it_finds_a_text_as_likely_as_it_should(demo: Loaded, tokenizer: Tokeniz
     logits = demo.engine._decoder.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache)
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
-    assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"], rel=1e-3)
+    assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"]["constitution"], rel=1e-3)

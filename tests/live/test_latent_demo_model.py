@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from pdbus.bus.errors import ConfigError
+from pdbus.nodes.evaluation.tasks import FILE
 from pdbus.nodes.models.config import read_config
 from pdbus.nodes.models.demo import fetch_demo_model
 
 from tests.torch_models import Walk, load, run
 
 pytestmark = [pytest.mark.model, pytest.mark.long]
-EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "demo_model.json").read_text())["capitals"]
+EXPECTED: dict[str, Any] = json.loads(FILE.read_text())["capitals"]
 RANK, NOPE = 256, 32  # channels of a latent: all values and a constant; channels of keys that must cancel
 CONSTANT = 8192.0  # so large beside the values that the latent's norm is the same for all tokens
 

@@ -10,7 +10,7 @@ import pytest
 from pdbus.bus.errors import RequestError
 from pdbus.bus.messages import Sampling
 from pdbus.nodes.http.schema import parse_completion
-from pdbus.nodes.limits import check_sampling, check_stop_ids
+from pdbus.nodes.limits import check_sampling, check_scored, check_stop_ids
 
 BAD: list[dict[str, Any]] = [
     {"max_tokens": 0}, {"min_tokens": -1}, {"temperature": -0.1}, {"temperature": 2.1}, {"top_k": -1}, {"top_p": 0.0},
@@ -41,6 +41,21 @@ def test_what_the_sdk_may_not_ask_http_may_not_either(fields: dict[str, Any]) ->
 def test_what_the_sdk_may_ask_http_may_too(fields: dict[str, Any]) -> None:
     check_sampling(Sampling(**fields))
     parse_completion(json.dumps({"prompt": "x", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_logprobs_from": 1},
+        {"prompt_logprobs_from": -1, "prompt_logprobs": 0},
+        {"prompt_logprobs_from": 5, "prompt_logprobs": 0},
+    ],
+    ids=str,
+)
+def test_tokens_that_are_scored_are_some_of_the_prompt_s(fields: dict[str, Any]) -> None:
+    check_scored(Sampling(prompt_logprobs=0, prompt_logprobs_from=4), 5)
+    with pytest.raises(RequestError, match="it must be from 0 to 4, the prompt's last token"):
+        check_scored(Sampling(**fields), 5)
 
 
 def test_a_stop_token_outside_the_vocabulary_is_named() -> None:

@@ -35,7 +35,7 @@ class Node:
 
     def arrive(self, prompt: int = 6, *, text: str = "", now: int = 0, **fields: Any) -> Request:
         self.arrived += 1
-        sampling = Sampling(max_tokens=fields.pop("max_tokens", 8))
+        sampling = fields.pop("sampling", None) or Sampling(max_tokens=fields.pop("max_tokens", 8))
         text = text or str(self.arrived)
         asked = GenerateAsked(
             request=b"r%d" % self.arrived, link=fields.pop("link", "l"), client=f"c{self.arrived}",
@@ -169,6 +169,33 @@ def test_a_prompt_that_is_computed_whole_takes_nothing_from_the_cache_and_asks_n
     assert node.admit() == [] and r.state is State.RUNNING and r.cached_tokens == 0 and r.attempts == 0
     sequence = node.scheduler.get(r.seq)
     assert sequence is not None and sequence.computed == 0
+
+
+def test_what_comes_before_the_tokens_that_are_scored_may_be_read() -> None:
+    """The position before the first of them is computed here, and none before that; the prefill node scores nothing."""
+    node = Node(16, "p")
+    sampling = Sampling(prompt_logprobs=2, prompt_logprobs_from=11)
+    r = node.arrive(prompt=14, sampling=sampling)
+    [asked] = node.admit()
+    assert (asked.have, asked.sampling) == (0, Sampling())
+    assert node.requests.first_token_known(r.request, b"t", 0) == []
+    node.requests.fetched(r.request, 0)
+    sequence = node.scheduler.get(r.seq)
+    assert sequence is not None and (sequence.computed, sequence.known) == (10, 14)
+    node.step()
+    assert r.generated == 1
+
+
+def test_of_the_cache_only_what_comes_before_the_tokens_that_are_scored_is_taken() -> None:
+    """A block that others share must not be written again."""
+    node = Node(16)
+    node.running(prompt=16, text="a")
+    node.step()
+    node.sources = ["p"]
+    r = node.arrive(prompt=16, text="a", sampling=Sampling(prompt_logprobs=0, prompt_logprobs_from=11))
+    assert node.admit() == [] and r.state is State.RUNNING and r.cached_tokens == 8 and r.attempts == 0
+    sequence = node.scheduler.get(r.seq)
+    assert sequence is not None and sequence.computed == 8
 
 
 def test_a_warm_prompt_stays_here() -> None:

@@ -92,20 +92,23 @@ def test_a_step_mixes_prefill_chunks_and_decodes(tiny: Loaded, reference: LlamaF
         torch.testing.assert_close(logprobs(walks[seq]), wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("first", [1, 17, 20, LENGTH - 1])
 @pytest.mark.parametrize("chunks", [[LENGTH], cut(LENGTH, 16), [69, 1]])
-def test_scores_of_the_prompt_equal_transformers(tiny: Loaded, reference: LlamaForCausalLM, chunks: list[int]) -> None:
+def test_scores_of_the_prompt_equal_transformers(
+    tiny: Loaded, reference: LlamaForCausalLM, chunks: list[int], first: int
+) -> None:
     """In the same steps another sequence is decoded, which must not notice."""
     prompt = prompt_of(LENGTH, VOCAB)
     alone = Walk(tiny, 3, prompt_of(5, VOCAB, seed=9), [20], [5])
     run(tiny, [alone], 6)
-    walk = Walk(tiny, 1, prompt, [9, 3, 60, 5, 12, 0], chunks, Sampling(prompt_logprobs=2))
+    walk = Walk(tiny, 1, prompt, [9, 3, 60, 5, 12, 0], chunks, Sampling(prompt_logprobs=2, prompt_logprobs_from=first))
     beside = Walk(tiny, 2, prompt_of(5, VOCAB, seed=9), [21], [5])
     run(tiny, [walk, beside], 6)
     assert beside.tokens == alone.tokens
     with torch.inference_mode():
         wanted = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1)
-    assert len(walk.scores) == LENGTH - 1
-    for i, score in enumerate(walk.scores):
+    assert len(walk.scores) == LENGTH - first
+    for i, score in enumerate(walk.scores, first - 1):
         assert score.logprob == pytest.approx(float(wanted[i, prompt[i + 1]]), abs=1e-4)
         assert [value for _, value in score.top] == pytest.approx(wanted[i].topk(2).values.tolist(), abs=1e-4)
 
