@@ -41,7 +41,7 @@ class Arena:
     """Buses of prefill nodes are reached through a relay each."""
 
     def __init__(self, cluster: Cluster, relays: Mapping[str, Relay], heard: Heard) -> None:
-        self.cluster, self._relays, self._heard = cluster, relays, heard
+        self.cluster, self.relays, self.heard = cluster, relays, heard
         self._held = Frozen()
         self._salt = 1 << 61
 
@@ -83,7 +83,7 @@ class Arena:
             await self._handed_over_to(others, clients, victim)
 
         harm = Harm(
-            victim, pids[victim.name], self._relays.get(victim.name), self._heard, draw, asked.name, others_served
+            victim, pids[victim.name], self.relays.get(victim.name), self.heard, draw, asked.name, others_served
         )
         watching = asyncio.create_task(self._reclaimed(outcome, harm, victim, clients))
         later = asyncio.create_task(_later(traffic))
@@ -123,7 +123,7 @@ class Arena:
             ends = [asyncio.create_task(_end_of_leases(victim.name, clients[p.name])) for p in self.cluster.prefill]
             ended_s = await asyncio.gather(*ends)
         restarted = f"{victim.name} is gone: {victim.name} was restarted"
-        proven_s = [self._heard.when(p.name, restarted, harm.ended_s) for p in self.cluster.prefill]
+        proven_s = [self.heard.when(p.name, restarted, harm.ended_s) for p in self.cluster.prefill]
         outcome.reclaimed_s = max(ended_s) - harm.ended_s
         outcome.reclaimed_late_s = max(
             ended - min(harm.ended_s + LEASE_S, proven or math.inf) - PROOF_S
@@ -212,18 +212,21 @@ async def _end_of_leases(reader: str, owner: Client) -> float:
 
 
 @asynccontextmanager
-async def arena(folder: Path, environment: Mapping[str, str] = TCP) -> AsyncIterator[Arena]:
-    """Recorded below `folder`; its nodes end by SIGTERM, so that their recordings are whole."""
+async def arena(
+    folder: Path, environment: Mapping[str, str] = TCP, options: Mapping[str, str] | None = None
+) -> AsyncIterator[Arena]:
+    """Recorded below `folder`; its nodes end by SIGTERM, so that their recordings are whole. `options`: more settings
+    for all of them."""
     relays = [Relay() for _ in range(2)]
-    options = {
+    settings = {
         **OPTIONS, "kv_blocks": 256, "lease": f"{LEASE_S:g}s", "record": str(folder / "recording"), "http_port": 0,
-        "run_dir": str(folder),
+        "run_dir": str(folder), **(options or {}),
     }  # fmt: skip
     roles = {**ROLES, "decode": {**ROLES["decode"], "join": ",".join(relay.address for relay in relays)}}
     (folder / "logs").mkdir(parents=True)
     heard = Heard()
     cluster = Cluster(
-        2, 2, options=options, role_options=roles, environment=environment, logs=folder / "logs", on_line=heard.line
+        2, 2, options=settings, role_options=roles, environment=environment, logs=folder / "logs", on_line=heard.line
     )
     for node in cluster.nodes:
         node.http = ""
