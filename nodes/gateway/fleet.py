@@ -85,7 +85,7 @@ class Fleet:
     async def look(self) -> None:
         """Ask all at once how they are, since none seems ready: one may just have come."""
         if self._looking is None or self._looking.done():  # once for all who ask meanwhile
-            self._looking = asyncio.gather(*(node.look() for node in self.nodes.values()))
+            self._looking = asyncio.gather(*(node.look() for node in self.decode()))
         await asyncio.wait((self._looking,), timeout=POLL_S)
 
     def none_ready(self) -> Broken:
