@@ -111,8 +111,7 @@ class Endpoint:
     With a `keyring` every connection is encrypted and every message held against its sender's key: what that may not
     say is answered with an `error` and not heard. `on_link_refused(link, problem)` tells of a handshake that failed;
     ZeroMQ gives such a link up, or tries for ever. Without it that is a lost link.
-
-    `on_door(problem)` tells that nobody else is let in for want of descriptors, and with '' that this is over.
+    `on_door(problem)` tells that nobody else is let in for want of descriptors, '' that they are again.
     """
 
     def __init__(
@@ -246,9 +245,7 @@ class Endpoint:
         forgotten = self._inbound_by_key.pop(link, None)
         if forgotten is not None and forgotten.identity is not None:
             del self._inbound[forgotten.identity]
-        for key in [k for k in self._waiting if k[0] == link]:
-            self._waiting[key][1].set_exception(Closed("the link was closed while waiting for an answer"))
-            del self._waiting[key]
+        self._give_up([key for key in self._waiting if key[0] == link], "the link")
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close everything. With `linger_ms`, waits that long at most for what is queued (a goodbye) to leave."""
@@ -263,13 +260,16 @@ class Endpoint:
         for part in (self._door, self._watch, self._doorkeeper):
             if part is not None:
                 part.close()
-        for _, future in self._waiting.values():
-            future.set_exception(Closed("the endpoint was closed while waiting for an answer"))
-        self._waiting.clear()
+        self._give_up(list(self._waiting), "the endpoint")
         if self._owns_context:
             self.context.term()
         if not self._ended.done():
             self._ended.set_result(None)
+
+    def _give_up(self, waiting: Sequence[tuple[str, int]], what: str) -> None:
+        for key in waiting:
+            if not (future := self._waiting.pop(key)[1]).done():  # else who waits is just about to hear
+                future.set_exception(Closed(f"{what} was closed while waiting for an answer"))
 
     async def serve(self) -> None:
         """Wait until closed. Raises what a callback raised by mistake, so that the node ends loudly."""
