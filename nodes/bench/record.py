@@ -39,8 +39,9 @@ class Turn(NamedTuple):
 Side = tuple[Client, Cluster]  # who asks, and whose CPU time counts
 
 
-def run(pairs: int = 10, requests: int = 200, step_ms: float = 0.0) -> dict[str, Any]:
-    """Turns of `requests` each, with the coded engine, whose steps take `step_ms`. `throughput_cost` is the median over
+def run(pairs: int = 10, requests: int = 200, step_ms: float = 5.0) -> dict[str, Any]:
+    """Turns of `requests` each, with the coded engine, whose steps take `step_ms`: as on a fast device by default; with
+    none, control is all that there is to slow down. `throughput_cost` is the median over
     the pairs of turns of what recording takes from tokens a second, as a share; `cpu_cost` of what it adds to the
     nodes' CPU time, which says more on a busy machine. Percentiles are over all requests."""
     return asyncio.run(_run(pairs, requests, step_ms))
