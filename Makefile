@@ -2,7 +2,7 @@
 # make test    everything CI tests, in under 10 minutes on two cores
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-long chaos fuzz bench lint check-wheel vllm test-vllm clean
+.PHONY: help setup demo test check-long chaos fuzz soak bench lint audit check-wheel vllm test-vllm clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
-	@echo "make setup | demo | test | check-long | chaos | fuzz | bench | lint | check-wheel | vllm | test-vllm | clean"
+	@echo "make setup | demo | test | check-long | chaos | fuzz | soak | bench | lint | audit | check-wheel | vllm | test-vllm | clean"
 
 setup: $(READY)
 
@@ -32,14 +32,18 @@ demo: $(READY)
 
 PURE := tests/unit tests/machines tests/sim tests/wire
 
-# what needs no machine to itself first, on two cores; then real clusters, one after the other
+LIVE := tests/chaos tests/fuzz tests/live
+FILES := --dist loadgroup --no-loadscope-reorder
+
+# decisions first; then real clusters, those of two files at a time, the longest ones first
 test: $(READY)
 	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
-	$(BIN)/pytest -q -m "not long" tests/live tests/chaos tests/fuzz
+	$(BIN)/pytest -q -m "not long" -n 2 $(FILES) $(LIVE)
 
+# what measures or waits may want the machine to itself: one cluster after the other
 check-long: $(READY)
 	$(BIN)/pytest -q -n 2 $(PURE)
-	$(BIN)/pytest -q tests/live tests/chaos tests/fuzz
+	$(BIN)/pytest -q $(LIVE)
 
 # kills, freezes, cuts and full disks at every step of a hand-off, on two clusters at a time
 FAULTS ?= 520
@@ -51,10 +55,16 @@ chaos: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seed $(SEED)
 
+# mixed load with cancels, and a node that dies and comes back every few seconds
+MINUTES ?= 5
+soak: $(READY)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
+
 bench: $(READY)
 	$(BIN)/pd bench transfer
 	$(BIN)/pd bench plan
 	$(BIN)/pd bench bus
+	$(BIN)/pd bench curve
 	$(BIN)/pd bench serve
 	$(BIN)/pd bench record
 	$(BIN)/pd bench smooth
@@ -64,6 +74,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# known weaknesses of what is installed; needs the network, and says so where it has none
+audit: $(READY)
+	$(BIN)/python .ci/audit.py
 
 # a tier of its own, with vLLM's CPU build in an environment of its own (docs/vllm.md)
 VLLM := .venv-vllm

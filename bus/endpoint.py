@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, TypeVar
@@ -23,6 +22,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from .answers import error_of, exception_of
 from .curve import HANDSHAKE_FAILED, Doorkeeper, call, handshake_problem, serve
+from .door import EVENTS as DOOR_EVENTS
+from .door import Door, check_descriptors
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError, RequestError
 from .frames import Unreadable, pack, unpack
 from .keyring import Keyring
@@ -35,7 +36,6 @@ from .wire import FRAMES_MAX, Header
 INBOUND_LINKS_MAX = 16_384  # ROUTER never says that a peer has left: the longest unused are forgotten
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 1000  # ZeroMQ's own back-off, within one handshake; it jitters
 BACKLOG = 1024
-DESCRIPTORS_KEPT = 32  # for who calls us, for files and children: no link of ours takes the last ones
 SECRET_BYTES = 16  # of a connection's identity, with keys: who knew it could take over its answers
 FORBIDDEN = "forbidden"  # code of what a key may not do
 LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
@@ -111,6 +111,7 @@ class Endpoint:
     With a `keyring` every connection is encrypted and every message held against its sender's key: what that may not
     say is answered with an `error` and not heard. `on_link_refused(link, problem)` tells of a handshake that failed;
     ZeroMQ gives such a link up, or tries for ever. Without it that is a lost link.
+    `on_door(problem)` tells that nobody else is let in for want of descriptors, '' that they are again.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Endpoint:
         *,
         on_link_lost: Callable[[str], None] | None = None,
         on_link_refused: Callable[[str, str], None] | None = None,
+        on_door: Callable[[str], None] | None = None,
         keyring: Keyring | None = None,
         tap: Tap | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
@@ -131,6 +133,8 @@ class Endpoint:
         self._on_message = on_message
         self._on_link_lost = on_link_lost
         self._on_link_refused = on_link_refused
+        self._on_door = on_door or (lambda problem: None)
+        self._door: Door | None = None
         self._tap = tap
         self.context = context or new_context()
         self._owns_context = context is None
@@ -160,13 +164,17 @@ class Endpoint:
         if self.keyring is not None:
             self._doorkeeper = self._doorkeeper or Doorkeeper(self.context, self._lets_in)
             serve(socket, self.keyring)
+        watch = socket.get_monitor_socket(DOOR_EVENTS | (HANDSHAKE_FAILED if self.keyring is not None else 0))
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
+            socket.disable_monitor()
+            watch.close(linger=0)
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot listen on {address}: {e.strerror}") from None
-        if self.keyring is not None:
-            self._watch = Pump(socket.get_monitor_socket(HANDSHAKE_FAILED), self._on_handshake_failed)
+        if not address.startswith(LOCAL):
+            self._door = Door(self._on_door)
+        self._watch = Pump(watch, self._on_router_monitor)
         self._router = Pump(socket, self._on_router, frames_max=FRAMES_MAX + 1, users=self.keyring is not None)
         return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
@@ -176,7 +184,7 @@ class Endpoint:
 
         Returns at once: what is sent before the peer answers is queued.
         """
-        _check_descriptors(address, setting)
+        check_descriptors(address, setting)
         keys = self._keys_at(address, setting)
         public = keys[self._key_turns.get(address, 0) % len(keys)] if keys else ""
         self._opened += 1
@@ -210,6 +218,11 @@ class Endpoint:
         return self.keyring.keys_at(address, setting) if self.keyring is not None else ()
 
     @property
+    def door_problem(self) -> str:
+        """Why nobody else is let in; '' while all are."""
+        return self._door.problem if self._door is not None else ""
+
+    @property
     def public(self) -> str:
         """Our own key, in hexadecimal; '' without keys."""
         return self.keyring.own.public if self.keyring is not None else ""
@@ -232,9 +245,7 @@ class Endpoint:
         forgotten = self._inbound_by_key.pop(link, None)
         if forgotten is not None and forgotten.identity is not None:
             del self._inbound[forgotten.identity]
-        for key in [k for k in self._waiting if k[0] == link]:
-            self._waiting[key][1].set_exception(Closed("the link was closed while waiting for an answer"))
-            del self._waiting[key]
+        self._give_up([key for key in self._waiting if key[0] == link], "the link")
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close everything. With `linger_ms`, waits that long at most for what is queued (a goodbye) to leave."""
@@ -246,16 +257,19 @@ class Endpoint:
         if self._router is not None:
             self._router.socket.disable_monitor()
             self._router.close(linger_ms)
-        for pump in (self._watch, self._doorkeeper):
-            if pump is not None:
-                pump.close()
-        for _, future in self._waiting.values():
-            future.set_exception(Closed("the endpoint was closed while waiting for an answer"))
-        self._waiting.clear()
+        for part in (self._door, self._watch, self._doorkeeper):
+            if part is not None:
+                part.close()
+        self._give_up(list(self._waiting), "the endpoint")
         if self._owns_context:
             self.context.term()
         if not self._ended.done():
             self._ended.set_result(None)
+
+    def _give_up(self, waiting: Sequence[tuple[str, int]], what: str) -> None:
+        for key in waiting:
+            if not (future := self._waiting.pop(key)[1]).done():  # else who waits is just about to hear
+                future.set_exception(Closed(f"{what} was closed while waiting for an answer"))
 
     async def serve(self) -> None:
         """Wait until closed. Raises what a callback raised by mistake, so that the node ends loudly."""
@@ -454,8 +468,12 @@ class Endpoint:
         self.keyring.say(public, "it is not on the allow-list")
         return False
 
-    def _on_handshake_failed(self, frames: list[bytes]) -> None:
-        if parse_monitor_message(frames)["event"] != zmq.Event.HANDSHAKE_FAILED_AUTH:  # counted by key
+    def _on_router_monitor(self, frames: list[bytes]) -> None:
+        said = parse_monitor_message(frames)
+        if said["event"] & DOOR_EVENTS:
+            if self._door is not None:
+                self._door.heard(said["event"], said["value"])
+        elif said["event"] != zmq.Event.HANDSHAKE_FAILED_AUTH:  # counted by key
             self.counters.handshakes_failed += 1
 
     def _fail(self, problem: Exception) -> None:
@@ -472,14 +490,6 @@ class Endpoint:
         socket = self.context.socket(kind)
         configure(socket, address)
         return socket
-
-
-def _check_descriptors(address: str, setting: str) -> None:
-    """A process without any left could not even say so."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit - len(os.listdir("/dev/fd")) < DESCRIPTORS_KEPT:
-        problem = f"cannot connect to {address}: of {limit} descriptors fewer than {DESCRIPTORS_KEPT} are left"
-        raise ConfigError(setting, f"{problem}: raise `ulimit -n`")
 
 
 def _close(link: _Link, linger_ms: int) -> None:

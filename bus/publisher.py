@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from .curve import serve
+from .door import EVENTS as DOOR_EVENTS
+from .door import Door
 from .errors import Closed, ConfigError, RequestError
 from .frames import Unreadable, pack, unpack
 from .keyring import Keyring
@@ -47,7 +50,9 @@ class Publisher:
         *,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         keyring: Keyring | None = None,
+        on_door: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_door` is told like an Endpoint's."""
         self._name = name
         self._incarnation = incarnation
         self._context = context or zmq.Context()
@@ -56,6 +61,9 @@ class Publisher:
         self._address = ""  # where it is bound
         self._rebinding: asyncio.TimerHandle | None = None
         self._pump: Pump | None = None
+        self._on_door = on_door or (lambda problem: None)
+        self._door: Door | None = None
+        self._watch: Pump | None = None  # the monitor
         self._sequences: dict[str, int] = {}
         self._states: dict[str, Callable[[], dict[str, Any]]] = {}
 
@@ -65,11 +73,17 @@ class Publisher:
         configure(socket, address)
         if self._keyring is not None:
             serve(socket, self._keyring)
+        watch = socket.get_monitor_socket(DOOR_EVENTS)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
+            socket.disable_monitor()
+            watch.close(linger=0)
             socket.close(linger=0)
             raise ConfigError(setting, f"cannot listen on {address}: {e.strerror}") from None
+        if address.startswith("tcp://"):
+            self._door = Door(self._on_door)
+        self._watch = Pump(watch, self._on_monitor)
         self._pump = Pump(socket, self._on_subscription, frames_max=1)
         self._address = bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         return self._address
@@ -79,8 +93,7 @@ class Publisher:
         They come back by themselves, and see a hole."""
         if self._pump is None:
             return
-        self._pump.close()
-        self._pump = None
+        self._unbind()
         self._rebind()
 
     def _rebind(self) -> None:
@@ -115,10 +128,28 @@ class Publisher:
         if self._rebinding is not None:
             self._rebinding.cancel()
         if self._pump is not None:
-            self._pump.close()
-            self._pump = None
+            self._unbind()
         if self._owns_context:
             self._context.term()
+
+    @property
+    def door_problem(self) -> str:
+        """Like an Endpoint's."""
+        return self._door.problem if self._door is not None else ""
+
+    def _unbind(self) -> None:
+        assert self._pump is not None and self._watch is not None
+        if self._door is not None:
+            self._door.close()
+        self._pump.socket.disable_monitor()
+        self._watch.close()
+        self._pump.close()
+        self._pump = self._watch = self._door = None
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        said = parse_monitor_message(frames)
+        if self._door is not None and said["event"] & DOOR_EVENTS:
+            self._door.heard(said["event"], said["value"])
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         mark = frames[0].removeprefix(SUBSCRIBED)

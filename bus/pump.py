@@ -101,21 +101,27 @@ class Pump:
                 self._look_again()
 
     def _receive(self) -> list[bytes] | None:
+        """The first frame is received as bytes, since that costs least where there is none; the others as Frames, which
+        know whether there are more, and who sent them."""
         socket: Any = self.socket
         try:
-            frames = [self._receive_first() if self._users else socket.recv(zmq.NOBLOCK)]
+            frames = [socket.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
-        while socket.get(zmq.RCVMORE):
-            frame = socket.recv(zmq.NOBLOCK)
+        frame = None
+        more = socket.get(zmq.RCVMORE)
+        while more:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) <= self._frames_max:
-                frames.append(frame)
+                frames.append(frame.bytes)
+            more = frame.more
+        if self._users:
+            self.user = _user_of(frame)
         return frames
 
-    def _receive_first(self) -> bytes:
-        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-        try:
-            self.user = str(frame.get(USER))
-        except zmq.ZMQError:  # it has none
-            self.user = ""
-        return frame.bytes
+
+def _user_of(frame: zmq.Frame | None) -> str:
+    try:
+        return str(frame.get(USER)) if frame is not None else ""
+    except zmq.ZMQError:  # it has none
+        return ""

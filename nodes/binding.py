@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import ConfigError
@@ -17,15 +18,29 @@ log = logging.getLogger("pdbus")
 
 
 def make_bus(
-    config: NodeConfig, incarnation: bytes, on_message: Callable[[Received], None], on_link_lost: Callable[..., None]
+    config: NodeConfig,
+    incarnation: bytes,
+    on_message: Callable[[Received], None],
+    on_link_lost: Callable[..., None],
 ) -> tuple[Endpoint, Publisher]:
     """With keys if there are to be. `on_link_lost` hears the link, and the reason where one is known. Raises
     ConfigError."""
     keyring = node_keyring(config.keys, config.name, config.role) if config.keys else None
     endpoint = Endpoint(
-        config.name, incarnation, on_message, on_link_lost=on_link_lost, on_link_refused=on_link_lost, keyring=keyring
+        config.name, incarnation, on_message, on_link_lost=on_link_lost, on_link_refused=on_link_lost, keyring=keyring,
+        on_door=partial(_say_of_door, "bus"),
+    )  # fmt: skip
+    publisher = Publisher(
+        config.name, incarnation, context=endpoint.context, keyring=keyring, on_door=partial(_say_of_door, "events")
     )
-    return endpoint, Publisher(config.name, incarnation, context=endpoint.context, keyring=keyring)
+    return endpoint, publisher
+
+
+def _say_of_door(what: str, problem: str) -> None:
+    if problem:
+        log.error("%s: %s", what, problem)
+    else:
+        log.info("%s: callers are let in again", what)
 
 
 def bind_bus(config: NodeConfig, endpoint: Endpoint, publisher: Publisher) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from pdbus.connector.process import Child, Exit, spawn
 from .config import NodeConfig
 from .http.keys import HttpKeys
 from .http.listening import HttpArgs, listen
+from .http.tls import Tls
 
 HTTP_MODULE = "pdbus.nodes.http.server"
 HTTP_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -26,14 +27,15 @@ class HttpServer:
     """The HTTP process: bound here, so that a taken port is our error; connections wait while a successor starts."""
 
     def __init__(self, config: NodeConfig, bus: str, node_key: str = "") -> None:
-        """`node_key`: the public one that answers at `bus`. Raises ConfigError naming --http-port, --http-host or
-        --http-keys."""
+        """`node_key`: the public one that answers at `bus`. Raises ConfigError naming --http-port, --http-host,
+        --http-keys or --http-tls-...."""
         missing = [name for name in HTTP_PACKAGES if find_spec(name) is None]
         if missing:
             problem = f"HTTP needs the package {missing[0]}: pip install 'pdbus[http]', or give 0 for no HTTP"
             raise ConfigError("--http-port", problem)
         if config.http_keys:
             HttpKeys(config.http_keys)
+        self._tls = Tls(config.http_tls_cert, config.http_tls_key).check()
         self._bus = bus
         self._name = config.name
         self._http_keys = config.http_keys
@@ -45,7 +47,7 @@ class HttpServer:
         host = config.http_host.strip("[]")
         if is_wildcard(host):
             host = parse_address(bus, "--listen").host  # where others reach this machine
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"{self._tls.scheme}://[{host}]:{port}" if ":" in host else f"{self._tls.scheme}://{host}:{port}"
         self._child: Child | None = None
         self._stopping = False
         self._restarting: asyncio.Task[None] | None = None
@@ -55,6 +57,7 @@ class HttpServer:
         args = HttpArgs(
             bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid(),
             keys=self._keys, node_key=self._node_key, http_keys=self._http_keys,
+            tls_cert=self._tls.cert, tls_key=self._tls.key,
         )  # fmt: skip
         self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
 

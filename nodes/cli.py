@@ -131,11 +131,16 @@ def gateway(
     http_keys: Annotated[
         str, typer.Option(metavar="FILE", help="File of bearer keys, a line NAME KEY each.", envvar="PD_HTTP_KEYS")
     ] = "",
+    http_tls_cert: Annotated[
+        str, typer.Option(metavar="FILE", help="Certificate in PEM form: HTTPS.", envvar="PD_HTTP_TLS_CERT")
+    ] = "",
+    http_tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its private key.", envvar="PD_HTTP_TLS_KEY")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve HTTP to other machines without keys.")] = False,
 ) -> None:
     """Serve the OpenAI API in front of a whole cluster."""
     from .gateway.command import GatewayConfig, run_gateway
     from .gateway.endpoints import paired
+    from .http.tls import Tls
 
     asked = context.get_parameter_source("http")
     config = GatewayConfig(
@@ -146,6 +151,7 @@ def gateway(
         http_asked=asked is not None and asked.name != "DEFAULT",
         keys=keys,
         http_keys=http_keys,
+        tls=Tls(http_tls_cert, http_tls_key),
         insecure=insecure,
         policy=policy,
         queue=queue,

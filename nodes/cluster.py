@@ -11,6 +11,7 @@ import contextlib
 import os
 import random
 import signal
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -27,7 +28,8 @@ from .node_process import NodeProcess, OnLine
 from .values import switch
 
 NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes")
-GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys")  # which it shares with the nodes
+# Of settings, those that a gateway has too:
+GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys", "http_tls_cert", "http_tls_key")
 GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway")
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
 READY_S = 180.0  # importing torch and reading a model on a busy machine
@@ -103,7 +105,7 @@ class Cluster:
         }  # fmt: skip
         node = NodeProcess(
             name, role, (*self._command, *command_line(settings)),
-            address=address, http=f"http://127.0.0.1:{http_port}" if http_port else "",
+            address=address, http=f"{_scheme(settings)}://127.0.0.1:{http_port}" if http_port else "",
             joined=[node.name for node in owners], environment=self._environment, on_line=self._on_line,
             log=self._logs / f"{name}.log" if self._logs else None, keys=str(settings.get("keys", "")),
         )  # fmt: skip
@@ -115,7 +117,7 @@ class Cluster:
         words += command_line({key: self._options[key] for key in GATEWAY_OPTIONS if self._options.get(key)})
         self.gateway.append(
             NodeProcess(
-                name, "gateway", (*GATEWAY_COMMAND, *words), address="", http=f"http://{http}",
+                name, "gateway", (*GATEWAY_COMMAND, *words), address="", http=f"{_scheme(self._options)}://{http}",
                 environment=self._environment, on_line=self._on_line,
                 log=self._logs / f"{name}.log" if self._logs else None,
             )
@@ -223,6 +225,10 @@ def _last_words(node: NodeProcess) -> str:
     return f": {node.tail[-1]}" if node.tail else " and said nothing"
 
 
+def _scheme(settings: Options) -> str:
+    return "https" if settings.get("http_tls_cert") else "http"
+
+
 def command_line(settings: Options) -> list[str]:
     """Settings as options of `pd-node`."""
     switches = {setting.name for setting in SETTINGS if setting.is_switch}
@@ -286,14 +292,23 @@ async def is_ready(node: NodeProcess) -> bool:
 
 
 async def http_ok(url: str) -> bool:
-    """Whether GET answers 200."""
-    host, _, path = url.removeprefix("http://").partition("/")
+    """Whether GET answers 200. Its certificate is not looked at: it is not made out to 127.0.0.1."""
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    tls = _unverified() if scheme == "https" else None
     name, _, port = host.rpartition(":")
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(5):
-            reader, writer = await asyncio.open_connection(name, int(port))
+            reader, writer = await asyncio.open_connection(name, int(port), ssl=tls)
             writer.write(f"GET /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             answer = await reader.read(HTTP_BYTES_MAX)
             writer.close()
             return answer.startswith(b"HTTP/1.1 200")
     return False
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

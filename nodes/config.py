@@ -54,6 +54,8 @@ class NodeConfig(Declared):
     http_port: int  # 0: no HTTP process
     http_port_asked: bool
     http_keys: str  # file; "": whoever reaches HTTP may use it
+    http_tls_cert: str  # PEM files, both or neither; "": HTTP in clear
+    http_tls_key: str
 
     device: str
     tp: int  # ranks
@@ -216,6 +218,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("http_port", "HTTP", "PORT", values.whole(0, 65535), 8080, "HTTP port; 0: no HTTP."),
     Setting("http_keys", "HTTP", "FILE", str, "",
             "File of bearer keys, a line NAME KEY each: HTTP serves only who sends one.", "no keys"),
+    Setting("http_tls_cert", "HTTP", "FILE", str, "",
+            "Certificate in PEM form, those that vouch for it after it: HTTP is then HTTPS alone.", "no TLS"),
+    Setting("http_tls_key", "HTTP", "FILE", str, "", "Its private key, readable by nobody else.", "no TLS"),
     Setting("engine", "Model", "ENGINE", values.choice("torch", "coded"), "torch",
             "torch, or coded: made-up KV whose every byte can be checked."),
     Setting("model", "Model", "MODEL", str, _model,

@@ -340,7 +340,8 @@ class Requests:
         if r is None:
             return []
         self._count(r, now, own=True, tokens=tokens)
-        return [EmitToken(request=r.request, seq=seq), *self._ends(r, stop, now)]
+        emit = EmitToken(request=r.request, seq=seq)
+        return [emit, *ends] if (ends := self._ends(r, stop, now)) else [emit]
 
     def preempted(self, sequence: Sequence) -> None:
         self.counters["preempted"] += 1

@@ -314,6 +314,7 @@ class Intake:
         worker, mover = await asyncio.gather(self._alive("worker"), self._alive("mover"))
         control, core, now = self._control, self._control.core, time.monotonic_ns()
         reasons = report.not_ready(core)
+        reasons += sorted({control.endpoint.door_problem, control.publisher.door_problem} - {""})
         reasons += [f"the {what} does not answer" for what, ok in (("worker", worker), ("mover", mover)) if not ok]
         clean, ledger = report.ledger(core)
         return StatusReply(

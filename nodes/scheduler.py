@@ -130,14 +130,14 @@ class Scheduler:
         plan = Plan()
         if not self._sequences:
             return plan
-        budget = self._limits.max_batch_tokens
+        budget, chunk, size = self._limits.max_batch_tokens, self._limits.prefill_chunk, self._pool.block_size
         for s in self._in_turn():
             if budget <= 0:
                 break
-            if s.seq not in self._sequences:  # preempted by this very step
+            if plan.preempted and s.seq not in self._sequences:  # by this very step
                 continue
-            count = min(s.remaining, self._limits.prefill_chunk, budget)
-            if self._ensure_blocks(s, s.computed + count, plan):
+            count = min(s.known - s.computed, chunk, budget)
+            if s.computed + count <= len(s.blocks) * size or self._ensure_blocks(s, s.computed + count, plan):
                 plan.rows.append(self._row(s, count))
                 budget -= count
         if plan.preempted:
@@ -162,7 +162,11 @@ class Scheduler:
         for seq in failed:
             if seq in self._sequences:
                 self._sequences[seq].block_hashes = ()
-        return [self._advance(row, sampled.get(seq, 1)) for seq, row in rows.items() if seq in self._sequences]
+        return [
+            self._advance(self._sequences[seq], row, sampled.get(seq, 1))
+            for seq, row in rows.items()
+            if seq in self._sequences
+        ]
 
     def _check_sampled(self, sampled: Mapping[int, int]) -> None:
         """All but the last sampled token were computed, too, in the blocks that are held for the step."""
@@ -213,16 +217,20 @@ class Scheduler:
         s.sent_blocks, s.reset = len(s.blocks), False
         return row
 
-    def _advance(self, row: StepRow, tokens: int) -> Progress:
-        s = self._sequences[row.seq]
+    def _advance(self, s: Sequence, row: StepRow, tokens: int) -> Progress:
         sampled = tokens if row.sample else 0
-        s.computed += row.count + max(0, sampled - 1)
+        s.computed += row.count + (sampled - 1 if sampled else 0)
         s.known += sampled
+        if s.published < len(s.block_hashes):
+            self._publish(s)
+        return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=sampled)
+
+    def _publish(self, s: Sequence) -> None:
+        """Offer what is full of the prompt to the prefix cache."""
         full = min(s.computed // self._pool.block_size, len(s.block_hashes))
         for i in range(s.published, full):
             self._pool.publish(s.blocks[i], s.block_hashes[i], s.block_hashes[i - 1] if i else b"")
         s.published = max(s.published, full)
-        return Progress(seq=s.seq, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens, sampled=sampled)
 
     def _ensure_blocks(self, s: Sequence, tokens: int, plan: Plan) -> bool:
         size = self._pool.block_size

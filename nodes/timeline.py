@@ -33,7 +33,8 @@ class Marks:
         if self.first_token == 0:
             self.first_token = now
         elif len(self.gaps) < GAPS_MAX:
-            self.gaps += [(now - self.last_token) // tokens] * tokens
+            gap = now - self.last_token
+            self.gaps += (gap,) if tokens == 1 else [gap // tokens] * tokens
         if own and self.own_token == 0:
             self.own_token = now
         self.last_token = now

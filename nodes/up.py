@@ -18,6 +18,7 @@ from pdbus.bus.errors import Broken, ConfigError
 
 from .cluster import Cluster
 from .config import DEMO_MODEL, load
+from .http.tls import Tls
 from .node_process import NodeProcess
 from .setup import set_up
 
@@ -55,9 +56,13 @@ def run_up(
     chosen = load({**settings, "role": "both"}, _environment(), file=config)
     try:
         set_up(chosen)  # one clear line instead of one from every node
+        Tls(chosen.http_tls_cert, chosen.http_tls_key).check()
     except ConfigError as e:
         raise chosen.as_written(e) from None
     options = with_model(settings)
+    for name in ("http_tls_cert", "http_tls_key"):  # wherever they were said: the cluster must know
+        if given := getattr(chosen, name):
+            options[name] = given
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,

@@ -1,8 +1,8 @@
 """`pd bench bus`: round trips between two processes, a typed request and reply beside bare pyzmq.
 
-Both carry the same bytes in the same frames, and are measured in turns in one run; so are typed ones with keys beside
-those without, and streams of tokens. Then again while a node's worker computes one prompt of 1,000 tokens after the
-other: the typed ones with that node's own control, so that whatever a forward pass does to its bus shows.
+Both carry the same bytes in the same frames, and are measured in turns in one run. Then again while a node's worker
+computes one prompt of 1,000 tokens after the other: the typed ones with that node's own control, so that whatever a
+forward pass does to its bus shows. What keys cost is measured with the same two processes: curve.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ ANSWER_S = 5.0
 PREFILL_TOKENS = 1000
 STREAM = "stream"  # a client_id that asks for STREAM_TOKENS answers
 STREAM_TOKENS = 1000
-STREAMS = 10  # of each kind, in turns
 PIPELINED = 64  # requests under way while throughput is measured
 
 Trip = Callable[[], Awaitable[object]]
@@ -57,29 +56,14 @@ def run(messages: int = 2000) -> dict[str, float]:
 
 
 async def _run(messages: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = _keys(KeyFolder(folder))
-        async with _other_process(folder) as (typed_at, bare_at, keyed_at):
-            context = zmq.asyncio.Context()
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(bare_at)
-            plain, keyed = (
-                Caller(typed_at),
-                Caller(keyed_at, Keyring(keys, keys.own("bench-1"), node=keys.own("bench-2").public)),
-            )
-            try:
-                return await _measure(messages, plain, keyed, dealer)
-            finally:
-                plain.endpoint.close()
-                keyed.endpoint.close()
-                context.destroy(linger=0)
-
-
-def _keys(folder: KeyFolder) -> KeyFolder:
-    """Of the two processes."""
-    for name, role in (("bench-1", "client"), ("bench-2", "decode")):
-        folder.allow(Key(name=name, role=role, public=folder.make(name).public))
-    return folder
+    async with callers() as (plain, _, bare_at):
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(bare_at)
+        try:
+            return await _measure(messages, plain, dealer)
+        finally:
+            context.destroy(linger=0)
 
 
 class Caller:
@@ -110,16 +94,31 @@ class Caller:
             self._done.set()
 
 
-async def _measure(messages: int, plain: Caller, keyed: Caller, dealer: zmq.asyncio.Socket) -> dict[str, float]:
+@contextlib.asynccontextmanager
+async def callers() -> AsyncIterator[tuple[Caller, Caller, str]]:
+    """To another process without keys and with, and the address of a bare socket there."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = KeyFolder(folder)
+        for name, role in (("bench-1", "client"), ("bench-2", "decode")):
+            keys.allow(Key(name=name, role=role, public=keys.make(name).public))
+        async with _other_process(folder) as (typed_at, bare_at, keyed_at):
+            plain = Caller(typed_at)
+            keyed = Caller(keyed_at, Keyring(keys, keys.own("bench-1"), node=keys.own("bench-2").public))
+            try:
+                yield plain, keyed, bare_at
+            finally:
+                plain.endpoint.close()
+                keyed.endpoint.close()
+
+
+async def _measure(messages: int, plain: Caller, dealer: zmq.asyncio.Socket) -> dict[str, float]:
     frames = pack(HEADER, ASK)
 
     async def bare() -> object:
         await dealer.send_multipart(frames)
         return await dealer.recv_multipart()
 
-    typed_us, bare_us = await _in_turns(plain.trip, bare, messages)
-    plain_us, keyed_us = await _in_turns(plain.trip, keyed.trip, messages)
-    streamed = [(await plain.stream(), await keyed.stream()) for _ in range(1 + STREAMS)][1:]
+    typed_us, bare_us = await in_turns(plain.trip, bare, messages)
     per_second = await _throughput(plain.trip, messages)
     loaded_us, loaded_bare_us = await _under_load(plain.endpoint, bare, messages)
     return {
@@ -131,11 +130,6 @@ async def _measure(messages: int, plain: Caller, keyed: Caller, dealer: zmq.asyn
         "p99_ms_during_prefill": _p99(loaded_us) / 1e3,
         "pyzmq_p99_ms_during_prefill": _p99(loaded_bare_us) / 1e3,
         "messages_per_s": per_second,
-        "keys_rtt_us": median(keyed_us),
-        "keys_rtt_ratio": median(keyed_us) / median(plain_us),
-        "streamed_tokens_per_s": median(plain for plain, _ in streamed),
-        "keys_streamed_tokens_per_s": median(keyed for _, keyed in streamed),
-        "keys_streamed_ratio": median(keyed / plain for plain, keyed in streamed),
     }
 
 
@@ -150,7 +144,7 @@ async def _under_load(endpoint: Endpoint, bare: Trip, messages: int) -> tuple[li
 
         prefilling = asyncio.create_task(_prefill_for_ever(client))
         try:
-            return await _in_turns(typed, bare, messages)
+            return await in_turns(typed, bare, messages)
         finally:
             prefilling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -164,12 +158,13 @@ async def _prefill_for_ever(client: Client) -> None:
             pass
 
 
-async def _in_turns(one: Trip, other: Trip, trips: int) -> tuple[list[float], list[float]]:
-    """Microseconds of each round trip, in turns of TURN_TRIPS; the first turn of each only warms up."""
+async def in_turns(one: Trip, other: Trip, trips: int, turn_trips: int = TURN_TRIPS) -> tuple[list[float], list[float]]:
+    """Microseconds of each round trip, in turns of `turn_trips`; the first TURN_TRIPS of each only warm up."""
     took: tuple[list[float], list[float]] = ([], [])
-    for turn in range(-1, -(-trips // TURN_TRIPS)):
+    warm_up = -(-TURN_TRIPS // turn_trips)
+    for turn in range(-warm_up, -(-trips // turn_trips)):
         for trip, into in zip((one, other), took, strict=True):
-            times = [await _timed(trip) for _ in range(TURN_TRIPS)]
+            times = [await _timed(trip) for _ in range(turn_trips)]
             if turn >= 0:
                 into += times
     return took

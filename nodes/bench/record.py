@@ -36,6 +36,9 @@ class Turn(NamedTuple):
     ttft_ms: list[float]
 
 
+Side = tuple[Client, Cluster]  # who asks, and whose CPU time counts
+
+
 def run(pairs: int = 10, requests: int = 200, step_ms: float = 0.0) -> dict[str, Any]:
     """Turns of `requests` each, with the coded engine, whose steps take `step_ms`. `throughput_cost` is the median over
     the pairs of turns of what recording takes from tokens a second, as a share; `cpu_cost` of what it adds to the
@@ -53,16 +56,20 @@ async def _run(pairs: int, requests: int, step_ms: float) -> dict[str, Any]:
         recorded = await stack.enter_async_context(Cluster(1, 1, options={**options, "record": str(folder)}))
         without = await stack.enter_async_context(Client(plain.decode[0].address))
         with_ = await stack.enter_async_context(Client(recorded.decode[0].address))
-        sides = {without: plain, with_: recorded}
-        for client, cluster in sides.items():
-            await _turn(client, cluster, WARM_UP_REQUESTS, seed=-1)
-        turns: list[tuple[Turn, Turn]] = []
-        with Progress(transient=True) as bar:
-            for number in bar.track(range(pairs), description="pairs"):
-                first, second = (without, with_) if number % 2 == 0 else (with_, without)
-                early, late = [await _turn(side, sides[side], requests, number) for side in (first, second)]
-                turns.append((early, late) if first is without else (late, early))
-    return _summary(turns)
+        return _summary(await take_turns((without, plain), (with_, recorded), pairs, requests))
+
+
+async def take_turns(one: Side, other: Side, pairs: int, requests: int) -> list[tuple[Turn, Turn]]:
+    """So many pairs of turns; who is first in a pair changes."""
+    for side in (one, other):
+        await _turn(*side, WARM_UP_REQUESTS, seed=-1)
+    turns: list[tuple[Turn, Turn]] = []
+    with Progress(transient=True) as bar:
+        for number in bar.track(range(pairs), description="pairs"):
+            first, second = (one, other) if number % 2 == 0 else (other, one)
+            early, late = [await _turn(*side, requests, number) for side in (first, second)]
+            turns.append((early, late) if first is one else (late, early))
+    return turns
 
 
 async def _turn(client: Client, cluster: Cluster, requests: int, seed: int) -> Turn:

@@ -26,6 +26,7 @@ from pdbus.nodes.http.errors import JSON
 from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.listening import listen
 from pdbus.nodes.http.server import serve_app
+from pdbus.nodes.http.tls import Tls
 
 from .endpoints import Endpoint, Endpoints
 from .gateway import Gateway
@@ -48,6 +49,7 @@ class GatewayConfig:
     http_asked: bool
     keys: str
     http_keys: str
+    tls: Tls
     insecure: bool
     policy: str
     queue: int
@@ -64,6 +66,7 @@ def run_gateway(config: GatewayConfig) -> int:
         raise ConfigError("--http", not_insecure(config.http, at.host, "--http-keys FILE"))
     keyring = client_keyring(config.keys, setting="--keys") if config.keys else None
     http_keys = HttpKeys(config.http_keys) if config.http_keys else None
+    config.tls.check()
     listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
     name = config.name or f"gateway-{os.urandom(2).hex()}"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
@@ -109,15 +112,13 @@ async def _run(
     gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue)
     endpoints = Endpoints(gateway.fleet, config.decoders, config.prefillers)
     gateway.looked_by(endpoints.looked)
-    url = _url(listening)
+    url = _url(listening, config.tls.scheme)
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
-            serving = asyncio.ensure_future(
-                serve_app(
-                    app_of(gateway, url, http_keys), listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT)
-                )
-            )
+            app = app_of(gateway, url, http_keys)
+            signals = (signal.SIGTERM, signal.SIGINT)
+            serving = asyncio.ensure_future(serve_app(app, listening, grace_s=DRAIN_S, signals=signals, tls=config.tls))
             await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 serving.cancel()
@@ -142,7 +143,7 @@ def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     return nodes
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
     host = own_host() if is_wildcard(host) else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

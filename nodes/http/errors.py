@@ -14,10 +14,13 @@ from pdbus.bus.answers import exception_of
 from pdbus.bus.errors import Broken, DeadlineExceeded, LocalProtocolError, Overloaded, PdError, RequestError
 from pdbus.bus.messages import Finished
 
+from .quotas import RateLimited
+
 TEXT_CHARS_MAX = 1000  # of a message or param: both may quote what the client sent
 
 # When the error itself does not say: (HTTP status, type, code), most special first.
 KINDS: tuple[tuple[type[PdError], int, str, str], ...] = (
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "overloaded_error", "overloaded"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (LocalProtocolError, 500, "internal_error", "internal_error"),

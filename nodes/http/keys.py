@@ -1,4 +1,4 @@
-"""The file of bearer keys: a line `NAME KEY` each. Light: control checks it too."""
+"""The file of bearer keys: a line `NAME KEY [at-once=N] [per-minute=N]` each. Light: control checks it too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import hashlib
 import logging
 import os
 import time
+from typing import NamedTuple
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.key_folder import check_private, read_text
 from pdbus.bus.keys import ALLOWED_BYTES_MAX, NAME
 
+from .quotas import Limits, limits_of
+
 KEY_CHARS_MIN, KEY_CHARS_MAX = 16, 256  # a shorter one could be guessed
 LOOK_S = 1.0  # how often the file is looked at
 
 log = logging.getLogger("pdbus.http")
+
+
+class Owner(NamedTuple):
+    """Whose a key is, and what may be asked for with it."""
+
+    name: str
+    limits: Limits = Limits()
 
 
 class HttpKeys:
@@ -26,12 +36,12 @@ class HttpKeys:
         self._setting = setting
         self._looked_s = time.monotonic()
         self._stamp = self._now()
-        self._names = self._read()
+        self._owners = self._read()
 
-    def name_of(self, key: str) -> str:
-        """Whose key it is; '' for nobody's. Digests are compared, so that its time tells nothing of a key."""
+    def owner_of(self, key: str) -> Owner | None:
+        """None for nobody's. Digests are compared, so that its time tells nothing of a key."""
         self._refresh()
-        return self._names.get(_digest(key), "")
+        return self._owners.get(_digest(key))
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -41,7 +51,7 @@ class HttpKeys:
         if (stamp := self._now()) != self._stamp:
             self._stamp = stamp
             try:
-                self._names = self._read()
+                self._owners = self._read()
             except ConfigError as e:
                 log.error("the keys stay as they were: %s", e)
 
@@ -52,22 +62,25 @@ class HttpKeys:
             return (0, 0)
         return (found.st_mtime_ns, found.st_ino)
 
-    def _read(self) -> dict[bytes, str]:
+    def _read(self) -> dict[bytes, Owner]:
         check_private(self._path, self._setting)
-        names: dict[bytes, str] = {}
+        owners: dict[bytes, Owner] = {}
         text = read_text(self._path, ALLOWED_BYTES_MAX, self._setting)
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             where = f"{self._path}, line {number}"
-            if len(words) != 2 or not NAME.fullmatch(words[0]):
-                raise ConfigError(self._setting, f"{where}: must be NAME KEY, two words")
+            if len(words) < 2 or not NAME.fullmatch(words[0]):
+                raise ConfigError(self._setting, f"{where}: must be NAME KEY, and limits")
             if not KEY_CHARS_MIN <= len(words[1]) <= KEY_CHARS_MAX:
                 problem = f"the key of {words[0]} must have {KEY_CHARS_MIN} to {KEY_CHARS_MAX} characters"
                 raise ConfigError(self._setting, f"{where}: {problem}")
-            names[_digest(words[1])] = words[0]
-        return names
+            try:
+                owners[_digest(words[1])] = Owner(words[0], limits_of(words[2:]))
+            except ValueError as e:
+                raise ConfigError(self._setting, f"{where}: {e}") from None
+        return owners
 
 
 def _digest(key: str) -> bytes:

@@ -19,10 +19,12 @@ class HttpArgs(Declared):
     bus: str  # the node's bus address
     fd: int  # the listening socket, inherited
     name: str = "http"  # the node's, for the log
-    url: str = ""  # how others reach that socket: http://host:port
+    url: str = ""  # how others reach that socket: http[s]://host:port
     keys: str = ""  # folder of keys; this process has the node's
     node_key: str = ""  # the public one that answers at `bus`
     http_keys: str = ""  # file of bearer keys
+    tls_cert: str = ""  # PEM files; "": in clear
+    tls_key: str = ""
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 
 

@@ -33,6 +33,7 @@ from pdbus.connector.channel import end_with_parent
 from .app import create_app
 from .keys import HttpKeys
 from .listening import BACKLOG, HttpArgs
+from .tls import CLEAR, Tls
 from .upstream import OneNode
 
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
@@ -69,7 +70,10 @@ class Protocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:  # its head has been sent, and what answers a HEAD has no body
+                self.transport.close()
         else:  # an answer has begun, or is all sent
             self.transport.close()
 
@@ -127,11 +131,16 @@ async def serve(args: HttpArgs) -> None:
     keys = HttpKeys(args.http_keys) if args.http_keys else None
     async with Client(args.bus, keys=_keyring(args)) as client:
         app = create_app(OneNode(client), http=args.url, keys=keys)
-        await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S)
+        await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=Tls(args.tls_cert, args.tls_key))
 
 
 async def serve_app(
-    app: Starlette, listening: socket.socket, *, grace_s: int, signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+    app: Starlette,
+    listening: socket.socket,
+    *,
+    grace_s: int,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+    tls: Tls = CLEAR,
 ) -> None:
     """Until the first of `signals`; answers under way then have `grace_s`, or until the second one."""
     config = uvicorn.Config(
@@ -147,6 +156,8 @@ async def serve_app(
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
+        ssl_certfile=tls.cert or None,
+        ssl_keyfile=tls.key or None,
     )
     await Server(config, signals).serve(sockets=[listening])
 

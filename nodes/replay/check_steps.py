@@ -78,7 +78,8 @@ class StepCheck(Check):
             if s is None:
                 self.report(turn, NOT_GIVEN, f"step {effect.step} computes sequence {row.seq}, which is not open")
                 continue
-            self._give_blocks(turn, row, s)
+            if row.new_blocks or row.reset or s.lost:
+                self._give_blocks(turn, row, s)
             self._write(turn, row, s)
 
     def _give_blocks(self, turn: Turn, row: StepRow, s: Sequence) -> None:
@@ -147,6 +148,8 @@ class StepCheck(Check):
         self._published(turn)
 
     def _filled(self, row: StepRow, s: Sequence, failed: bool) -> None:
+        if row.start >= s.prompt.tokens:  # an answer's blocks are nobody's prompt
+            return
         blocks, size = self._blocks, self._blocks.size
         end = min(row.start + row.count, s.prompt.tokens)
         for index in range(row.start // size, end // size):

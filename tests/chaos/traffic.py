@@ -32,6 +32,10 @@ class Traffic:
     def count(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
+    @property
+    def under_way(self) -> int:
+        return sum(not task.done() for task in self._asked)
+
     def ask_long(self, node: str) -> None:
         self._ask(node, LONG_PROMPT, LONG_ANSWER, cancel_s=None)
 

@@ -10,9 +10,24 @@ from collections.abc import Iterator
 import pytest
 
 from pdbus.bus.client import Client
-from pdbus.nodes.cluster import Cluster
+from pdbus.nodes.cluster import Cluster, http_ok
 
-from .faults import OPTIONS, TCP, Site, ask, ask_remotely, expected, pids_of, prompt, read_all, scenario, site_of, until
+from .faults import (
+    OPTIONS,
+    TCP,
+    Site,
+    ask,
+    ask_remotely,
+    expected,
+    pids_of,
+    prompt,
+    read_all,
+    scenario,
+    site_of,
+    until,
+    until_clean,
+    until_status,
+)
 from .hand_made import Owner, hello_of
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
@@ -62,6 +77,31 @@ async def test_peers_beyond_its_descriptors_are_told_why_they_are_not_joined(few
             owner.endpoint.close()
     assert sum("raise `ulimit -n`" in detail for detail in details) > WOULD_BE_PEERS // 2
     assert any("raise `ulimit -n`" in line for line in few_descriptors.d.tail)
+
+
+@scenario
+async def test_peers_beyond_its_descriptors_are_not_let_in(few_descriptors: Site) -> None:
+    """A hundred who call it. Who is in is served, HTTP says that the node is not ready, and all is well once they have
+    gone."""
+    async with Client(few_descriptors.d.address) as d:
+        children = await pids_of(d)
+        asked = prompt(40, 7)
+        running = asyncio.create_task(read_all(d.generate(asked, max_tokens=1500)))
+        crowd = [Client(few_descriptors.d.address, timeout_s=3.0) for _ in range(WOULD_BE_PEERS)]
+        came = await asyncio.gather(*(c.__aenter__() for c in crowd), return_exceptions=True)
+        assert 0 < sum(isinstance(c, Client) for c in came) < WOULD_BE_PEERS
+        status = await d.status()
+        assert not status["ready"] and any("raise `ulimit -n`" in reason for reason in status["not_ready"])
+        assert not await http_ok(f"{few_descriptors.d.http}/health/ready")
+        assert any("nobody else is let in" in line for line in few_descriptors.d.tail)
+        assert (await running).tokens == expected(asked, 1500)
+        for c in crowd:
+            c.close()
+        await until_status(d, lambda s: s["ready"])
+        await ask_remotely(d, 8)
+        assert await pids_of(d) == children
+    async with Client(few_descriptors.d.address) as newcomer:
+        await until_clean(newcomer)
 
 
 async def besieged(site: Site, addresses: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.http import keys as keys_module
 from pdbus.nodes.http.app import create_app
-from pdbus.nodes.http.keys import HttpKeys
+from pdbus.nodes.http.keys import HttpKeys, Owner
 
 from tests.fake_client import FakeClient
 
@@ -64,7 +64,7 @@ def test_who_sends_none_that_is_known_gets_401(tmp_path: Path, path: str, header
     }
 
 
-@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/pd/info"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/pd/info"])
 def test_probes_need_no_key(tmp_path: Path, path: str) -> None:
     assert ask(HttpKeys(str(file_of(tmp_path))), "GET", path, {}).status_code == 200
 
@@ -78,11 +78,11 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(
     other = "sk-fedcba9876543210"
     file.unlink()
     file_of(tmp_path, f"bob {other}\n")
-    assert (keys.name_of(KEY), keys.name_of(other)) == ("", "bob")
+    assert (keys.owner_of(KEY), keys.owner_of(other)) == (None, Owner("bob"))
     file.unlink()
     file_of(tmp_path, f"bob {KEY} {other}\n")
     with caplog.at_level(logging.ERROR):
-        assert keys.name_of(other) == "bob"
+        assert keys.owner_of(other) == Owner("bob")
     assert "the keys stay as they were" in caplog.text and KEY not in caplog.text and other not in caplog.text
 
 
@@ -90,7 +90,13 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(
     ("text", "problem"),
     [
         ("alice", "line 1: must be NAME KEY"),
-        ("a b c", "line 1: must be NAME KEY"),
+        (f"alice {KEY} {KEY}", "line 1: must be at-once=N, per-minute=N after the key"),
+        (f"alice {KEY} at-once=0", "line 1: at-once must be a number from 1 to 1000000"),
+        (f"alice {KEY} at-once=-1", "line 1: at-once must be"),
+        (f"alice {KEY} per-minute=", "line 1: per-minute must be"),
+        (f"alice {KEY} per-minute=²", "line 1: per-minute must be"),
+        (f"alice {KEY} per-minute={9 * 10**30}", "line 1: per-minute must be"),
+        (f"alice {KEY} per-minute=1 per-minute=2", "line 1: per-minute stands there twice"),
         ("alice short", "line 1: the key of alice must have 16 to 256 characters"),
     ],
 )

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import zmq
 
@@ -203,6 +202,7 @@ async def test_a_revoked_key_is_not_heard_on_the_connection_that_it_has(tmp_path
         assert await refused(ask(alice, link)) == "this key is not allowed here"
         assert len(c.node.heard) == 1 and c.node.counters["forbidden"] == 1
         assert "does not allow the key of alice" in await refused(c.status("alice"))
+        assert c.node.counters["keys_refused"] == 1
 
 
 @on_loop
@@ -393,30 +393,7 @@ def test_bytes_that_were_tampered_with_end_what_is_heard_there(
     check()
 
 
-# ---------------------------------------------------------------- strangers that send much
-
-HUGE_BYTES = 3 << 30
-RSS_BYTES_MAX = 20 << 20
-
-
-@on_loop
-async def test_a_strangers_huge_frame_costs_no_memory(tmp_path: Path) -> None:
-    """Refused by its announced length, before the handshake."""
-    with cluster(tmp_path) as c:
-        before = psutil.Process().memory_info().rss
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.node.address.rpartition(":")[2]))
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-        writer.write(greeting + b"\x06" + HUGE_BYTES.to_bytes(8, "big") + bytes(1 << 16))
-        with suppress(ConnectionError):
-            for _ in range(512):
-                writer.write(bytes(1 << 16))
-                await writer.drain()
-        with suppress(ConnectionError):
-            while await reader.read(1 << 16):
-                pass
-        writer.close()
-        assert psutil.Process().memory_info().rss - before < RSS_BYTES_MAX
-        assert (await c.status("alice")).status == {"ok": True}
+# ---------------------------------------------------------------- much at once
 
 
 @on_loop
