@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ from pdbus.bus.endpoint import Endpoint
 from pdbus.bus.errors import Broken
 from pdbus.bus.messages import Ledger, LedgerReply
 from pdbus.bus.ports import free_port
-from pdbus.nodes.cluster import PORTS_FROM, Cluster
+from pdbus.nodes.cluster import PORTS_FROM, PORTS_TO, Cluster
 from pdbus.nodes.node_process import NodeProcess, descendants
 
 TURN_S = 3.0
@@ -43,7 +44,7 @@ def run(clients: int = 16, step_ms: float = 20.0, turns: int = 5) -> dict[str, A
 
 async def _run(clients: int, step_ms: float, turns: int) -> dict[str, Any]:
     options: dict[str, str | int | float | bool] = {"engine": "coded", "coded_step_ms": step_ms, "coded_vocab": 4096}
-    port = free_port("127.0.0.1", PORTS_FROM)
+    port = free_port("127.0.0.1", random.randrange(PORTS_FROM, PORTS_TO))
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster(1, 1, options=options, gateway_port=port))
         bus = stack.enter_context(contextlib.closing(Bus(cluster.decode[0].address)))
