@@ -320,7 +320,9 @@ class Endpoint:
         to_inc: bytes = b"",
     ) -> Received:
         """Like `request`, where more than one kind is an answer (welcome or refused), or its header matters."""
-        seq = self.send(link, message, raw, to=to, to_inc=to_inc)
+        opened = self._links.get(link)
+        refused = opened is not None and opened.problem  # what is queued there now may be dropped without a word
+        seq = 0 if refused else self.send(link, message, raw, to=to, to_inc=to_inc)
         if not seq:
             raise await self._unsent(link, message)
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
@@ -361,6 +363,7 @@ class Endpoint:
 
     def _on_frames(self, link: _Link, frames: list[bytes]) -> None:
         self.counters.received += 1
+        link.problem = ""
         try:
             header, message, raw = unpack(frames)
         except Unreadable as e:
