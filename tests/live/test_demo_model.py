@@ -75,7 +75,7 @@ def test_it_finds_a_text_as_likely_as_it_should(demo: Loaded, tokenizer: Tokeniz
     cache = demo.engine._cache
     rows = torch.from_numpy(cache.rows(every.numpy(), every.numpy()))
     attend = (FreshAttend(slice(0, len(ids))),)
-    logits = demo.engine._decoder.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache)
+    logits = demo.engine._decoder.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache).logits
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"]["constitution"], rel=1e-3)
