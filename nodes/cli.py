@@ -124,6 +124,12 @@ def gateway(
         list[str], typer.Option(metavar="HOST,...", help="Prefill nodes that the decode nodes are to join.")
     ] = [],  # noqa: B006
     prefiller_port: Annotated[list[str], typer.Option(metavar="PORT,...", help="Their HTTP or bus ports.")] = [],  # noqa: B006
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="These hosts and ports are vLLM servers' (docs/vllm.md).")
+    ] = False,
+    prefiller_name: Annotated[
+        list[str], typer.Option(metavar="NAME,...", help="Several vLLM prefill servers by their connectors' names.")
+    ] = [],  # noqa: B006
     name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
     record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
     record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
@@ -144,7 +150,9 @@ def gateway(
 
     asked = context.get_parameter_source("http")
     config = GatewayConfig(
-        join=tuple(part.strip() for text in join for part in text.split(",") if part.strip()),
+        join=_parts(join),
+        vllm=vllm,
+        prefiller_names=_parts(prefiller_name),
         decoders=paired(decoder_host, decoder_port, "--decoder-host", "--decoder-port"),
         prefillers=paired(prefiller_host, prefiller_port, "--prefiller-host", "--prefiller-port"),
         http=http,
@@ -160,6 +168,10 @@ def gateway(
         record_tokens=record_tokens,
     )
     raise typer.Exit(run_gateway(config))
+
+
+def _parts(texts: list[str]) -> tuple[str, ...]:
+    return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 @app.command()

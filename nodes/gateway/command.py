@@ -32,6 +32,7 @@ from .endpoints import Endpoint, Endpoints
 from .gateway import Gateway
 from .routing import POLICIES
 from .ui import page as ui
+from .vllm.servers import Turns, decode_servers, prefill_servers
 
 DRAIN_S = 120  # for answers under way, from the first signal; like a node's
 
@@ -56,6 +57,8 @@ class GatewayConfig:
     name: str
     record: str
     record_tokens: bool
+    vllm: bool = False
+    prefiller_names: tuple[str, ...] = ()
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -70,16 +73,23 @@ def run_gateway(config: GatewayConfig) -> int:
     listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
     name = config.name or f"gateway-{os.urandom(2).hex()}"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
-    uvloop.run(_run(config, name, listening, keyring, http_keys))
+    if config.vllm:
+        uvloop.run(_run_front(config, listening, http_keys))
+    else:
+        uvloop.run(_run(config, name, listening, keyring, http_keys))
     return 0
 
 
 def check(config: GatewayConfig) -> None:
     """Raises ConfigError naming the option at fault."""
+    if config.vllm:
+        _check_vllm(config)
     for address in config.join:
         parse_address(address, "--join")
     if not config.join and not config.decoders:
         raise ConfigError("--join", "is needed: the bus address of a node, or give --decoder-host and --decoder-port")
+    if config.prefiller_names and not config.vllm:
+        raise ConfigError("--prefiller-name", "goes with --vllm: nodes of pdbus say their names")
     if config.name:
         try:
             node_name(config.name)
@@ -91,6 +101,18 @@ def check(config: GatewayConfig) -> None:
         raise ConfigError("--record-tokens", "needs --record DIR, the recording that they are to stand in")
     if config.record and os.path.exists(config.record) and not os.path.isdir(config.record):
         raise ConfigError("--record", f"{config.record} is a file; give a folder")
+
+
+def _check_vllm(config: GatewayConfig) -> None:
+    """What vLLM servers are asked over HTTP, and are not nodes that the gateway joins."""
+    for option, given in (("--join", config.join), ("--keys", config.keys), ("--record", config.record)):
+        if given:
+            raise ConfigError(option, "is for nodes of pdbus: leave it away with --vllm")
+    if not config.decoders:
+        raise ConfigError("--decoder-port", "is needed: where vLLM's decode server answers HTTP")
+    if not config.prefillers:
+        raise ConfigError("--prefiller-port", "is needed: where vLLM's prefill server answers HTTP")
+    prefill_servers(config.prefillers, config.prefiller_names)
 
 
 def http_address(text: str) -> Address:
@@ -127,6 +149,19 @@ async def _run(
     finally:
         endpoints.close()
         station.close(linger_ms=500)
+
+
+async def _run_front(config: GatewayConfig, listening: socket.socket, http_keys: HttpKeys | None) -> None:
+    """In front of vLLM servers."""
+    from .vllm import front  # httpx, which nothing else here needs
+
+    prefillers = Turns(prefill_servers(config.prefillers, config.prefiller_names))
+    decoders = Turns(decode_servers(config.decoders))
+    async with front.client() as http:
+        app = front.app_of(front.Front(http, prefillers, decoders, keyed=http_keys is not None), http_keys)
+        behind = ", ".join(server.url for server in (*prefillers.servers, *decoders.servers))
+        log.info("HTTP %s, vLLM servers %s", _url(listening, config.tls.scheme), behind)
+        await serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT), tls=config.tls)
 
 
 def app_of(gateway: Gateway, http: str = "", keys: HttpKeys | None = None) -> Starlette:
