@@ -8,7 +8,9 @@ import pytest
 OF_DEFAULT_PORTS = ("test_bad_settings", "test_cli", "test_docs", "test_up")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         name = item.path.stem
         item.add_marker(pytest.mark.xdist_group("default ports" if name in OF_DEFAULT_PORTS else name))

@@ -13,7 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from .servers import BLOCK, Pair, free_port
+from tests.vllm.servers import BLOCK, Pair, free_port
+from tests.vllm.test_vllm_pair import prompt_of
+
+pytestmark = pytest.mark.timeout(900)
 
 ANSWER = 12
 ANSWER_S = 120
@@ -54,7 +57,7 @@ def ask(gateway: str, prompt: Sequence[int], **more: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("length", [BLOCK, 3 * BLOCK + 1, 300])
 def test_its_answers_are_those_of_one_server_and_kv_is_handed_over(gateway: str, pair: Pair, length: int) -> None:
-    prompt = range(700 + length, 700 + 2 * length)
+    prompt = prompt_of(length, 20_000 + length)
     before = pair.d.handed_over()
     answer = ask(gateway, prompt).json()
     assert pair.d.handed_over() > before
@@ -62,7 +65,7 @@ def test_its_answers_are_those_of_one_server_and_kv_is_handed_over(gateway: str,
 
 
 def test_a_stream_comes_whole_from_kv_that_was_handed_over(gateway: str, pair: Pair) -> None:
-    prompt = range(2000, 2000 + 4 * BLOCK)
+    prompt = prompt_of(4 * BLOCK, 30_000)
     before = pair.d.handed_over()
     lines = [line for line in ask(gateway, prompt, stream=True).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and pair.d.handed_over() > before
@@ -73,7 +76,7 @@ def test_a_stream_comes_whole_from_kv_that_was_handed_over(gateway: str, pair: P
 
 def test_a_client_chooses_no_pair(gateway: str, pair: Pair) -> None:
     """The one it names is dropped: it would make the request wait for a P that never hears of it."""
-    prompt = range(3000, 3000 + 2 * BLOCK)
+    prompt = prompt_of(2 * BLOCK, 40_000)
     before = pair.d.handed_over()
     assert ask(gateway, prompt, kv_transfer_params={"pdbus_pair": "0" * 32}).status_code == 200
     assert pair.d.handed_over() > before
