@@ -32,14 +32,18 @@ demo: $(READY)
 
 PURE := tests/unit tests/machines tests/sim tests/wire
 
-# what needs no machine to itself first, on two cores; then real clusters, one after the other
+LIVE := tests/chaos tests/fuzz tests/live
+FILES := --dist loadgroup --no-loadscope-reorder
+
+# decisions first; then real clusters, those of two files at a time, the longest ones first
 test: $(READY)
 	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
-	$(BIN)/pytest -q -m "not long" tests/live tests/chaos tests/fuzz
+	$(BIN)/pytest -q -m "not long" -n 2 $(FILES) $(LIVE)
 
+# what measures or waits may want the machine to itself: one cluster after the other
 check-long: $(READY)
 	$(BIN)/pytest -q -n 2 $(PURE)
-	$(BIN)/pytest -q tests/live tests/chaos tests/fuzz
+	$(BIN)/pytest -q $(LIVE)
 
 # kills, freezes, cuts and full disks at every step of a hand-off, on two clusters at a time
 FAULTS ?= 520

@@ -61,7 +61,7 @@ class Door:
         if self._closed:
             return
         if event == zmq.Event.LISTENING:
-            self._listener = socket.socket(fileno=os.dup(value))
+            self._listener = _listening(value)
         elif event == zmq.Event.ACCEPTED and value >= _limit() - DESCRIPTORS_KEPT:  # the lowest free number was given
             self._shut()
             self._hang_up(value)
@@ -105,10 +105,25 @@ class Door:
         with contextlib.suppress(OSError):
             caller = socket.socket(fileno=descriptor)
             try:
-                if self._listener is not None and caller.getsockname()[:2] == self._listener.getsockname()[:2]:
+                if self._listener is not None and caller.getsockname()[1] == self._listener.getsockname()[1]:
                     caller.shutdown(socket.SHUT_RDWR)
             finally:
                 caller.detach()  # ZeroMQ closes it
+
+
+def _listening(descriptor: int) -> socket.socket | None:
+    """One of our own for the same listening socket; None when the number is another's by now."""
+    with contextlib.suppress(OSError):
+        own = os.dup(descriptor)
+        try:
+            found = socket.socket(fileno=own)
+        except OSError:
+            os.close(own)
+            raise
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return found
+        found.close()
+    return None
 
 
 def _limit() -> int:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
 from typing import NamedTuple, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .answers import error_of, exception_of
+from .counters import Counters
 from .curve import HANDSHAKE_FAILED, Doorkeeper, call, handshake_problem, serve
 from .door import EVENTS as DOOR_EVENTS
 from .door import Door, check_descriptors
@@ -36,6 +36,7 @@ from .wire import FRAMES_MAX, Header
 INBOUND_LINKS_MAX = 16_384  # ROUTER never says that a peer has left: the longest unused are forgotten
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 1000  # ZeroMQ's own back-off, within one handshake; it jitters
 BACKLOG = 1024
+SAID_S = 0.01  # for the word of a failed handshake, which is already there, to be read
 SECRET_BYTES = 16  # of a connection's identity, with keys: who knew it could take over its answers
 FORBIDDEN = "forbidden"  # code of what a key may not do
 LOCAL = ("ipc://", "inproc://")  # for tests: anything else must be a TCP address
@@ -53,33 +54,10 @@ class Received(NamedTuple):
     raw: tuple[bytes, ...]
 
 
-@dataclass(slots=True)
-class Counters:
-    """What one endpoint has seen since it was made, in messages."""
-
-    received: int = 0
-    sent: int = 0
-    unsent: int = 0  # the peer has vanished, or its queue is full
-    errors_answered: int = 0
-    other_major: int = 0
-    unknown_kind: int = 0
-    bad_header: int = 0
-    bad_body: int = 0
-    too_many_frames: int = 0
-    oversize: int = 0
-    disconnects: int = 0  # of links that we opened
-    forbidden: int = 0  # messages that their sender's key may not send, or that came under another's identity
-    keys_refused: int = 0  # handshakes with a key that is not allowed
-    handshakes_failed: int = 0  # with keys: no key or a wrong one of ours, or bytes that were replayed or changed
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-
 class _Link:
     """One connection: where to send, and how many messages went there."""
 
-    __slots__ = ("address", "identity", "key", "monitor", "public", "pump", "seq")
+    __slots__ = ("address", "identity", "key", "monitor", "problem", "public", "pump", "seq")
 
     def __init__(
         self,
@@ -97,6 +75,7 @@ class _Link:
         self.pump = pump
         self.identity = identity  # what ROUTER wants in front; None on a DEALER
         self.monitor = monitor
+        self.problem = ""  # why its handshake failed, if it did
         self.seq = 0
 
 
@@ -111,8 +90,7 @@ class Endpoint:
     With a `keyring` every connection is encrypted and every message held against its sender's key: what that may not
     say is answered with an `error` and not heard. `on_link_refused(link, problem)` tells of a handshake that failed;
     ZeroMQ gives such a link up, or tries for ever. Without it that is a lost link.
-
-    `on_door(problem)` tells that nobody else is let in for want of descriptors, and with '' that this is over.
+    `on_door(problem)` tells that nobody else is let in for want of descriptors, '' that they are again.
     """
 
     def __init__(
@@ -246,9 +224,7 @@ class Endpoint:
         forgotten = self._inbound_by_key.pop(link, None)
         if forgotten is not None and forgotten.identity is not None:
             del self._inbound[forgotten.identity]
-        for key in [k for k in self._waiting if k[0] == link]:
-            self._waiting[key][1].set_exception(Closed("the link was closed while waiting for an answer"))
-            del self._waiting[key]
+        self._give_up([key for key in self._waiting if key[0] == link], "the link")
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close everything. With `linger_ms`, waits that long at most for what is queued (a goodbye) to leave."""
@@ -263,13 +239,16 @@ class Endpoint:
         for part in (self._door, self._watch, self._doorkeeper):
             if part is not None:
                 part.close()
-        for _, future in self._waiting.values():
-            future.set_exception(Closed("the endpoint was closed while waiting for an answer"))
-        self._waiting.clear()
+        self._give_up(list(self._waiting), "the endpoint")
         if self._owns_context:
             self.context.term()
         if not self._ended.done():
             self._ended.set_result(None)
+
+    def _give_up(self, waiting: Sequence[tuple[str, int]], what: str) -> None:
+        for key in waiting:
+            if not (future := self._waiting.pop(key)[1]).done():  # else who waits is just about to hear
+                future.set_exception(Closed(f"{what} was closed while waiting for an answer"))
 
     async def serve(self) -> None:
         """Wait until closed. Raises what a callback raised by mistake, so that the node ends loudly."""
@@ -341,9 +320,11 @@ class Endpoint:
         to_inc: bytes = b"",
     ) -> Received:
         """Like `request`, where more than one kind is an answer (welcome or refused), or its header matters."""
-        seq = self.send(link, message, raw, to=to, to_inc=to_inc)
+        opened = self._links.get(link)
+        refused = opened is not None and opened.problem  # what is queued there now may be dropped without a word
+        seq = 0 if refused else self.send(link, message, raw, to=to, to_inc=to_inc)
         if not seq:
-            raise Broken(f"{message.KIND} could not be sent: the peer has gone or does not read")
+            raise await self._unsent(link, message)
         future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._waiting[link, seq] = (reply_types, future)
         try:
@@ -353,6 +334,14 @@ class Endpoint:
             raise DeadlineExceeded(f"no answer to {message.KIND} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop((link, seq), None)
+
+    async def _unsent(self, link: str, message: Message) -> PdError:
+        """Why. A handshake that fails before anything was sent leaves nobody to send to."""
+        await asyncio.sleep(SAID_S)
+        opened = self._links.get(link)
+        if opened is not None and opened.problem:
+            return RequestError(opened.problem, code=FORBIDDEN)
+        return Broken(f"{message.KIND} could not be sent: the peer has gone or does not read")
 
     # ------------------------------------------------------------ in
 
@@ -374,6 +363,7 @@ class Endpoint:
 
     def _on_frames(self, link: _Link, frames: list[bytes]) -> None:
         self.counters.received += 1
+        link.problem = ""
         try:
             header, message, raw = unpack(frames)
         except Unreadable as e:
@@ -439,6 +429,7 @@ class Endpoint:
 
     def _refused(self, link: str, problem: str, *, of_key: bool) -> None:
         """Whoever waits hears it at once. `of_key`: the key that we expected there; the next one's turn."""
+        self._links[link].problem = problem
         if of_key:
             address = self._links[link].address
             self._key_turns[address] = self._key_turns.get(address, 0) + 1

@@ -428,6 +428,7 @@ class FirstToken(Declared):
 
     token: int
     logprob: TokenLogprob | None = None
+    draft: int = -1  # what the draft layer expects after it; -1: nothing
 
 
 class PrefillFailed(Message):

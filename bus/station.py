@@ -84,6 +84,11 @@ class Station:
             self.endpoint.keyring.reload()
         return self.endpoint.key_choices(address)
 
+    def has_key_of(self, address: str) -> bool:
+        """Whether who listens there is on the allow-list; without keys everyone is."""
+        keyring = self.endpoint.keyring
+        return keyring is None or bool(keyring.allowed.at(address))
+
     def connect(self, address: str, listener: Listener) -> str:
         """Open a link whose messages go to `listener`."""
         link = self.endpoint.connect(address)

@@ -32,6 +32,7 @@ class SeqForce(ToWorker):
 
     seq: int
     tokens: bytes  # u32
+    draft: int = -1  # what may come after them, as FirstToken says
 
 
 class SeqClose(ToWorker):
@@ -121,6 +122,7 @@ class RowResult(Declared):
     logprob: TokenLogprob | None = None
     more: tuple[SampledToken, ...] = ()
     drafted: int = 0
+    draft: int = -1  # what a draft layer expects after the last of them
     wrong_kv: str = ""
     problem: str = ""
     digests: bytes = b""
@@ -289,6 +291,7 @@ class WorkerArgs(Declared):
     deterministic: bool = False
     skip_sampling: bool = False
     speculate: int = 0  # drafts for a row that decodes, at most
+    speculate_method: str = "ngram"  # or mtp, the model's draft layer, whose KV is a layer behind the others
     max_model_len: int = 0
     max_batch_tokens: int = 0
     coded_step_us: int = 0

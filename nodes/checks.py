@@ -48,6 +48,7 @@ def check_first_tokens(message: Message, setup: Setup) -> None:
             continue
         first = decode(payload, FirstToken, name=message.KIND)
         named = (first.token, *(token for token, _ in first.logprob.top)) if first.logprob else (first.token,)
+        named += () if first.draft == -1 else (first.draft,)
         if not all(0 <= token < setup.vocab_size for token in named):
             problem = f"a first token outside the vocabulary of {setup.vocab_size}"
             raise RemoteProtocolError(problem, kind=message.KIND, field="first_token")

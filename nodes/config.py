@@ -66,6 +66,7 @@ class NodeConfig(Declared):
     deterministic: bool
     skip_sampling: bool
     speculate: int  # drafts a step, at most
+    speculate_method: str  # ngram, mtp
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     kv_layout: str  # native, NHD, HND
@@ -243,7 +244,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("skip_sampling", "Model", "", values.switch, False,
             "Prefill without sampler and output head; the decode node recomputes the last position."),
     Setting("speculate", "Model", "N", values.whole(0, 64), 0,
-            "Draft up to N tokens a step from what the prompt and answer say already. Tokens stay the same. 0: off."),
+            "Draft up to N tokens a step, and keep those that are right. Tokens stay the same. 0: off."),
+    Setting("speculate_method", "Model", "METHOD", values.choice("ngram", "mtp"), "ngram",
+            "ngram: drafts are what followed in prompt and answer before; mtp: the one a step that the model's own "
+            "draft layer expects, on both nodes of a pair."),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
     Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"), "device",
@@ -456,6 +460,8 @@ def _check_device(c: Chosen, given: _Given) -> None:
 
 
 def _check_model(c: Chosen, given: _Given) -> None:
+    if c["speculate_method"] == "mtp" and c["speculate"] != 1:
+        raise given.error("mtp drafts one token a step: give --speculate 1 with it", "speculate_method")
     if c["engine"] == "coded":
         if c["speculate"]:
             raise given.error("the coded engine does not speculate: give --engine torch, or 0", "speculate")

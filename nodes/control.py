@@ -308,7 +308,7 @@ class Control:
         if row.token < 0:
             return ev.StepRowEnded(seq=row.seq, digests=row.digests)
         if self.core.prefills.owns(row.seq):
-            payload = encode(FirstToken(token=row.token, logprob=row.logprob))
+            payload = encode(FirstToken(token=row.token, logprob=row.logprob, draft=row.draft))
             return ev.StepRowEnded(seq=row.seq, payload=payload, digests=row.digests)
         return self._taken(row)
 
@@ -339,7 +339,7 @@ class Control:
     def _take_first_token(self, e: ev.TakeFirstToken) -> None:
         first = decode(e.payload, FirstToken, name="first_token")
         stop = self.intake.take(e.seq, first.token, first.logprob)
-        self.worker.send(ipc.SeqForce(seq=e.seq, tokens=pack_u32((first.token,))))
+        self.worker.send(ipc.SeqForce(seq=e.seq, tokens=pack_u32((first.token,)), draft=first.draft))
         self.intake.emit(e.request)
         self.post(ev.FirstTokenTaken(request=e.request, stop=stop))
 

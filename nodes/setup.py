@@ -56,7 +56,7 @@ def _coded(config: NodeConfig) -> Setup:
 
 
 def _torch(config: NodeConfig) -> Setup:
-    from .models.config import check_ranks, resolve_model
+    from .models.config import check_drafting, check_ranks, resolve_model
     from .models.fingerprint import weights_fingerprint
 
     resolved = resolve_model(config.model)
@@ -66,7 +66,9 @@ def _torch(config: NodeConfig) -> Setup:
         raise ConfigError(
             "--max-model-len", f"{config.max_model_len} is more than the model's own limit, {model.max_positions}"
         )
-    geometry = _geometry(config, model.layers, model.kv_heads, model.head_dim, model.kv_parts)
+    if drafting := config.speculate_method == "mtp":
+        check_drafting(resolved)
+    geometry = _geometry(config, model.layers + drafting, model.kv_heads, model.head_dim, model.kv_parts)
     blocks = _blocks(config, geometry)
     return Setup(
         model=resolved.name,
@@ -140,6 +142,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         deterministic=config.deterministic,
         skip_sampling=config.skip_sampling and config.role == "prefill",
         speculate=config.speculate,
+        speculate_method=config.speculate_method,
         max_model_len=setup.max_model_len,
         max_batch_tokens=config.max_batch_tokens,
         coded_step_us=int(config.coded_step_ms * 1000),

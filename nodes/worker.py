@@ -197,7 +197,7 @@ def obey(tools: Tools, message: ToWorker) -> FromWorker | None:
             if message.digest_from >= 0:
                 tools.computed.open(message.seq, message.digest_from, len(prompt))
         case SeqForce():
-            engine.force(message.seq, unpack_u32(message.tokens))
+            engine.force(message.seq, unpack_u32(message.tokens), message.draft)
         case SeqClose():
             engine.close(message.seq)
             tools.computed.close(message.seq)

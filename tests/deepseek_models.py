@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pdbus.nodes.models.checkpoint import expected_tensors
+from pdbus.nodes.models.checkpoint import draft_tensors, expected_tensors
 from pdbus.nodes.models.config import parse_config
 
 from tests.tokenizers_made import byte_level
@@ -33,10 +33,34 @@ V3 = COMMON | {
 
 def write_deepseek(folder: Path, config: dict[str, Any]) -> Path:
     """Weights large enough that logits lie well apart, and biases that matter."""
+    return _write(folder, config, _drawn(expected_tensors(parse_config(config, {}))))
+
+
+def write_drafting(folder: Path, config: dict[str, Any], *, guessing: bool) -> Path:
+    """With a draft layer. Where it is `guessing`, the next token is for the most part a matter of the last one, and so
+    is what the draft layer expects: it is often right. Else it never is."""
+    config = config | {"num_nextn_predict_layers": 1}
+    parsed = parse_config(config, {})
+    tensors = _drawn(expected_tensors(parsed) | draft_tensors(parsed))
+    layer = f"model.layers.{parsed.layers}."
+    if guessing:
+        tensors["model.embed_tokens.weight"] *= 3
+        for name in tensors:
+            if "o_proj.weight" in name or "down_proj.weight" in name:
+                tensors[name] *= 0.03
+        tensors[f"{layer}eh_proj.weight"] *= 0.05
+        tensors[f"{layer}eh_proj.weight"] += torch.eye(parsed.hidden, 2 * parsed.hidden)
+        tensors[f"{layer}enorm.weight"] = torch.ones(parsed.hidden)
+        tensors[f"{layer}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    return _write(folder, config, tensors)
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: _tensor(name, shape, generator) for name, shape in expected_tensors(parse_config(config, {})).items()
-    }
+    return {name: _tensor(name, shape, generator) for name, shape in shapes.items()}
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -43,7 +43,8 @@ def load(model: str | Path, *, blocks: int = 64, dtype: str = "float32", **optio
     """A TorchEngine with its own slab of `blocks` blocks."""
     resolved = resolve_model(str(model))
     c = resolved.config
-    geometry = geometry_for(c.layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
+    drafting = options.get("speculate_method") == "mtp"
+    geometry = geometry_for(c.layers + drafting, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
     memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"))
     args = WorkerArgs(
         endpoint="", slab_path="", slab_bytes=blocks * geometry.block_bytes, blocks=blocks, geometry=geometry,

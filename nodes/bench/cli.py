@@ -114,6 +114,29 @@ def bench_gateway(
     _bench("gateway", as_json, prompt_tokens=prompt_tokens, requests=requests, step_ms=step_ms)
 
 
+@bench.command("http")
+def bench_http(
+    clients: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="That stream at the same time.")] = 16,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 20.0,
+    turns: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Of each kind, 3 s each.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """What streaming clients do to the bus, and tokens streamed per core, with the coded engine."""
+    _bench("http", as_json, clients=clients, step_ms=step_ms, turns=turns)
+
+
+@bench.command()
+def interference(
+    prompt_tokens: Annotated[int, typer.Option(min=64, max=1 << 20, metavar="N", help="Of the long ones.")] = 8192,
+    step_ms: Annotated[float, typer.Option(min=1, max=1000, metavar="MS", help="Time of a decode step.")] = 20.0,
+    token_us: Annotated[float, typer.Option(min=0, max=1e6, metavar="US", help="Time of a prompt's token.")] = 100.0,
+    turns: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Of each kind.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Gaps between tokens while long prompts arrive, through P and D and at one node that does both."""
+    _bench("interference", as_json, prompt_tokens=prompt_tokens, step_ms=step_ms, token_us=token_us, turns=turns)
+
+
 NOT_MEASURED = (
     "role", "name", "run_dir", "listen", "advertise", "events", "join", "keys", "insecure", "http_host", "http_port",
     "http_keys", "http_tls_cert", "http_tls_key", "cpus",

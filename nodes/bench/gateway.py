@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, closing
@@ -15,7 +16,7 @@ from rich.progress import Progress
 from pdbus.bus import wire
 from pdbus.bus.client import Client
 from pdbus.bus.ports import free_port
-from pdbus.nodes.cluster import PORTS_FROM, Cluster
+from pdbus.nodes.cluster import PORTS_FROM, PORTS_TO, Cluster
 
 from .serve import random_prompts
 
@@ -33,7 +34,7 @@ def run(prompt_tokens: int = 256, requests: int = 40, step_ms: float = 5.0) -> d
 
 async def _run(prompt_tokens: int, requests: int, step_ms: float) -> dict[str, Any]:
     options: dict[str, str | int | float | bool] = {"engine": "coded", "coded_step_ms": step_ms, "coded_vocab": 4096}
-    gateway_port = free_port("127.0.0.1", PORTS_FROM)
+    gateway_port = free_port("127.0.0.1", random.randrange(PORTS_FROM, PORTS_TO))
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster(1, 1, options=options, gateway_port=gateway_port))
         client = await stack.enter_async_context(Client(cluster.decode[0].address))

@@ -204,7 +204,7 @@ class CodedEngine:
     def open(self, seq: int, prompt: Sequence[int], sampling: Sampling) -> None:
         self._sequences[seq] = _Sequence(self.geometry, prompt, sampling)
 
-    def force(self, seq: int, tokens: Sequence[int]) -> None:
+    def force(self, seq: int, tokens: Sequence[int], draft: int = -1) -> None:
         self._sequence(seq).tokens.extend(tokens)
 
     def close(self, seq: int) -> None:

@@ -19,10 +19,10 @@ from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, SampledToken, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
-from pdbus.nodes.models.decoder import Decoder
+from pdbus.nodes.models.decoder import Computed, Decoder
 from pdbus.nodes.models.loader import load_weights
 
-from .attention import KVCache, Span, make_plan, pack_order
+from .attention import Ids, KVCache, Span, make_plan, pack_order
 from .drafts import lookup
 from .grammar import Grammar, Grammars
 from .group import meet
@@ -45,6 +45,7 @@ class _Sequence:
     sampling: Sampling
     grammar: Grammar | None
     blocks: array[int] = field(default_factory=lambda: array("q"))
+    draft: int = -1  # what a draft layer expects after its tokens; -1: nothing
 
     def draw(self, drafts: array[int]) -> Draw:
         """How the token after these is chosen, which follow those that are known."""
@@ -77,7 +78,7 @@ class _Sequence:
         return max(row.start, self.sampling.prompt_logprobs_from - 1)
 
 
-class _Computed(NamedTuple):
+class _Row(NamedTuple):
     """What was drawn for a row, how many drafts were tried, and log-probabilities of the prompt's tokens."""
 
     drawn: Sequence[Drawn] = ()
@@ -106,16 +107,17 @@ class TorchEngine:
         self._deterministic, self._pad_to = args.deterministic, ROWS if args.deterministic else 1
         group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
-        _check_geometry(args.geometry, model.config, args.dtype)
+        self._speculate, self._drafting = args.speculate, args.speculate_method == "mtp"
+        _check_geometry(args.geometry, model.config, args.dtype, self._drafting)
         self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
             self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
             weights = load_weights(
-                model.folder, model.config, self._dtype, str(self._device), make, group, pad_to=self._pad_to
-            )
+                model.folder, model.config, self._dtype, str(self._device), make, group,
+                pad_to=self._pad_to, drafting=self._drafting,
+            )  # fmt: skip
             self._decoder = Decoder(model.config, weights, self._max_positions)
         self._skip_sampling = args.skip_sampling
-        self._speculate = args.speculate
         self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
         self._finite_checked = False
@@ -129,11 +131,12 @@ class TorchEngine:
         grammar = self._grammars.of_schema(sampling.json_schema) if sampling.json_schema else None
         self._sequences[seq] = _Sequence(array("q", prompt), len(prompt), sampling, grammar)
 
-    def force(self, seq: int, tokens: Sequence[int]) -> None:
+    def force(self, seq: int, tokens: Sequence[int], draft: int = -1) -> None:
         """Append tokens that were decided elsewhere; they count as sampled."""
         self._check_tokens(tokens)
         sequence = self._sequence(seq)
         sequence.tokens.extend(array("q", tokens))
+        sequence.draft = draft
         if sequence.grammar:
             sequence.grammar.take(tokens)
 
@@ -152,7 +155,7 @@ class TorchEngine:
         results = {i: self._result(rows[i], some) for i, some in zip(order, sampled, strict=True)}
         return [results[i] for i in range(len(rows))]
 
-    def _result(self, row: StepRow, some: _Computed) -> RowResult:
+    def _result(self, row: StepRow, some: _Row) -> RowResult:
         sequence = self._sequences[row.seq]
         grammar = sequence.grammar
         first = some.drawn[0] if some.drawn else Drawn(-1, None)
@@ -162,12 +165,13 @@ class TorchEngine:
             logprob=first.logprob,
             more=tuple(SampledToken(token=d.token, logprob=d.logprob) for d in some.drawn[1:]),
             drafted=some.drafted,
+            draft=sequence.draft,
             problem=grammar.problem if grammar else "",
             prompt_from=sequence.scored_at(row) + 1 if some.prompt else 0,
             prompt_logprobs=some.prompt,
         )
 
-    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[_Computed]:
+    def _sampled(self, rows: Sequence[StepRow], spans: Sequence[Span]) -> list[_Row]:
         """Run the model over the packed spans, then draw and append the tokens of those that sample. In packed order.
 
         A row's drafts are computed with it. What is drawn is what would be drawn without: a draft that is another token
@@ -180,9 +184,10 @@ class TorchEngine:
         tails = [p.end - s.scored_at(r) if n else 0 for s, r, p, n in zip(sequences, rows, spans, scores, strict=True)]
         spans = [_wanting(*some) for some in zip(spans, map(len, drafts), tails, strict=True)]
         known = [s.tokens + some if some else s.tokens for s, some in zip(sequences, drafts, strict=True)]
-        logits = self._forward(known, spans, self._cache)
+        logits, hidden = self._forward(known, spans, self._cache)
         if logits is None:
-            return [_Computed() for _ in rows]
+            self._draft_next(sequences, spans, hidden, [0] * len(rows))
+            return [_Row() for _ in rows]
         logits = logits[: sum(span.wanted for span in spans)]
         self._check_finite(logits)
         prompts: Sequence[tuple[TokenLogprob, ...]] = [()] * len(rows)
@@ -192,10 +197,12 @@ class TorchEngine:
             logits = torch.cat([part[len(part) - n :] for part, n in zip(parts, draws, strict=True)])
         wanted = [s.draw(d[:i]) for s, d, n in zip(sequences, drafts, draws, strict=True) for i in range(n)]
         drawn = iter(sample(logits, wanted, self._config.eos_ids) if wanted else ())
-        return [
-            _Computed(sequence.take(list(islice(drawn, n)), some), len(some), prompt)
+        made = [
+            _Row(sequence.take(list(islice(drawn, n)), some), len(some), prompt)
             for sequence, n, some, prompt in zip(sequences, draws, drafts, prompts, strict=True)
         ]
+        self._draft_next(sequences, spans, hidden, [len(row.drawn) for row in made])
+        return made
 
     def _drafts(self, sequence: _Sequence, span: Span) -> array[int]:
         """Guesses at what follows a row that decodes: as many as its last block, the answer and the context hold."""
@@ -204,20 +211,64 @@ class TorchEngine:
             return array("q")
         room = min(-span.end % self._geometry.block_size, self._max_positions - span.end - 1)
         left = sequence.sampling.max_tokens - sampled - 1
-        return array("q", lookup(sequence.tokens, min(self._speculate, room, left)))
+        most = min(self._speculate, room, left)
+        if self._drafting:
+            return array("q", [sequence.draft] if most > 0 <= sequence.draft else [])
+        return array("q", lookup(sequence.tokens, most))
 
-    def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Tensor | None:
-        """Logits of the packed spans' wanted rows. `known`: the token ids of each one's sequence."""
+    def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Computed:
+        """Of the packed spans. `known`: the token ids of each one's sequence."""
         plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
-        padding = np.zeros(-plan.rows % self._pad_to, dtype=np.int64)
-        tokens = [np.frombuffer(ids[p.start : p.end], dtype=np.int64) for ids, p in zip(known, spans, strict=True)]
-        positions = [np.arange(span.start, span.end) for span in spans]
-        return self._decoder.forward(
-            torch.from_numpy(np.concatenate([*tokens, padding])).to(self._device),
-            torch.from_numpy(np.concatenate([*positions, padding])).to(self._device),
-            plan,
-            cache,
-        )
+        tokens = [ids[p.start : p.end] for ids, p in zip(known, spans, strict=True)]
+        return self._decoder.forward(self._ids(tokens), self._positions(spans), plan, cache)
+
+    def _draft_next(
+        self, sequences: Sequence[_Sequence], spans: Sequence[Span], hidden: Tensor | None, drawn: Sequence[int]
+    ) -> None:
+        """What may come after the tokens of sequences that have drawn some, as the draft layer has it, if there is one.
+
+        `hidden` are the step's packed rows. Of them the draft layer takes those whose next token is known by now, which
+        are none behind a draft that was wrong. The last row of a cached block is as its first owner's next token made
+        it: where another one follows, a draft may be worse for it.
+        """
+        if hidden is None:
+            return
+        made, at = list[tuple[_Sequence, Span, range]](), 0
+        for sequence, span, tokens in zip(sequences, spans, drawn, strict=True):
+            count = min(len(sequence.tokens) - 1, span.end) - span.start
+            if count > 0:
+                wanted = int(tokens > 0 and not sequence.grammar)
+                made.append((sequence, Span(span.start, count, span.blocks, wanted), range(at, at + count)))
+            at += span.count
+            sequence.draft = -1
+        if not made:
+            return
+        made = [made[i] for i in pack_order([span for _, span, _ in made])]
+        picked = hidden.index_select(0, self._ids([array("q", rows) for _, _, rows in made]))
+        logits = self._draft_logits([s.tokens for s, _, _ in made], [span for _, span, _ in made], picked, self._cache)
+        drafts = iter(logits.argmax(-1).tolist() if logits is not None else ())
+        for sequence, span, _ in made:
+            if span.wanted:
+                sequence.draft = next(drafts)
+
+    def _draft_logits(
+        self, known: Sequence[array[int]], spans: Sequence[Span], hidden: Tensor, cache: KVCache
+    ) -> Tensor | None:
+        """Of the packed spans' wanted rows; `hidden` are all rows', with padding."""
+        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
+        following = [ids[p.start + 1 : p.end + 1] for ids, p in zip(known, spans, strict=True)]
+        return self._decoder.draft(hidden, self._ids(following), self._positions(spans), plan, cache)
+
+    def _ids(self, parts: Sequence[array[int]]) -> Tensor:
+        """One after the other, and padding."""
+        return self._padded([np.frombuffer(part, dtype=np.int64) for part in parts])
+
+    def _positions(self, spans: Sequence[Span]) -> Tensor:
+        return self._padded([np.arange(span.start, span.end) for span in spans])
+
+    def _padded(self, parts: Sequence[Ids]) -> Tensor:
+        padding = np.zeros(-sum(map(len, parts)) % self._pad_to, dtype=np.int64)
+        return torch.from_numpy(np.concatenate([*parts, padding])).to(self._device)
 
     def _spans(self, rows: Sequence[StepRow]) -> list[Span]:
         """Check every row first; then apply the changes of the block tables."""
@@ -266,8 +317,8 @@ class TorchEngine:
 
     def _check_finite(self, logits: Tensor) -> None:
         """Once: damaged weights show in the first logits."""
-        if not self._finite_checked and not bool(torch.isfinite(logits).all()):
-            raise ConfigError("--model", "the logits are no finite numbers: the weights are damaged (NaN or infinity)")
+        if not self._finite_checked:
+            _require_finite(logits)
         self._finite_checked = True
 
     @torch.inference_mode()
@@ -278,12 +329,16 @@ class TorchEngine:
         layout = layout_of(self._geometry, blocks, self._rank)
         memory = torch.zeros(layout.region_bytes // self._dtype.itemsize, dtype=self._dtype, device=self._device)
         cache = KVCache(memory, layout)
-        tokens = array("q", [i % self.vocab_size for i in range(count + 1)])
+        tokens = array("q", [i % self.vocab_size for i in range(count + 2)])
         for start, end in ((0, count), (count, count + 1)):
             span = Span(start, end - start, np.arange(blocks, dtype=np.int64), wanted=1)
-            logits = self._forward([tokens], [span], cache)
+            logits, hidden = self._forward([tokens], [span], cache)
             assert logits is not None
             self._check_finite(logits)
+            if hidden is not None:
+                drafts = self._draft_logits([tokens], [span], hidden, cache)
+                assert drafts is not None
+                _require_finite(drafts)
 
     @torch.inference_mode()
     def touch(self) -> Iterator[None]:
@@ -296,6 +351,11 @@ def _wanting(span: Span, drafts: int, tail: int) -> Span:
     """With drafts behind it, and the logits of its last `tail` positions where some of these are scored."""
     wanted = tail or span.wanted
     return Span(span.start, span.count + drafts, span.blocks, wanted + drafts) if drafts or tail else span
+
+
+def _require_finite(logits: Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise ConfigError("--model", "the logits are no finite numbers: the weights are damaged (NaN or infinity)")
 
 
 def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
@@ -329,9 +389,9 @@ def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_positions
 
 
-def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str) -> None:
+def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str, drafting: bool) -> None:
     found = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
-    wanted = (config.layers, config.kv_heads, config.head_dim, config.kv_parts, dtype)
+    wanted = (config.layers + drafting, config.kv_heads, config.head_dim, config.kv_parts, dtype)
     if found != wanted:
         raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
 

@@ -85,7 +85,7 @@ class Fleet:
     async def look(self) -> None:
         """Ask all at once how they are, since none seems ready: one may just have come."""
         if self._looking is None or self._looking.done():  # once for all who ask meanwhile
-            self._looking = asyncio.gather(*(node.look() for node in self.nodes.values()))
+            self._looking = asyncio.gather(*(node.look() for node in self.decode()))
         await asyncio.wait((self._looking,), timeout=POLL_S)
 
     def none_ready(self) -> Broken:
@@ -146,8 +146,13 @@ class Fleet:
     def _discover(self, peers: Sequence[dict[str, Any]]) -> None:
         for peer in peers:
             address = str(peer.get("address", ""))
-            if peer.get("state") == "up" and _callable(address):
-                self._follow(address, joined=False, role=str(peer.get("role", "")))
+            role = str(peer.get("role", ""))
+            if peer.get("state") == "up" and _callable(address) and self._is_wanted(address, role):
+                self._follow(address, joined=False, role=role)
+
+    def _is_wanted(self, address: str, role: str) -> bool:
+        """A decode node in any case; a prefill node is only looked at, and not where keys say that we are strangers."""
+        return role in DECODE_ROLES or self._station.has_key_of(address)
 
     def _tell(self, node: FleetNode) -> None:
         """Log what has become of it: once when it can be asked, once when no longer."""

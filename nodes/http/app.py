@@ -133,6 +133,7 @@ def create_app(
         Route("/v1/models/{model:path}", node.model),
         Route("/health/live", node.live),
         Route("/health/ready", node.ready),
+        Route("/health", node.ready),
         Route("/metrics", node.metrics),
         Route("/pd/info", node.info),
         Route("/add_remote_prefill_eps", peers.add, methods=["POST"]),

@@ -17,7 +17,7 @@ from .errors import on_pd_error
 from .keys import HttpKeys, Owner
 from .quotas import Quota, RateLimited
 
-OPEN = ("/health/live", "/health/ready", "/pd/info")  # probes, and what another node asks before it calls
+OPEN = ("/health", "/health/live", "/health/ready", "/pd/info")  # probes, and what another node asks before it calls
 
 
 class Bearer:

@@ -73,6 +73,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(Declared, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # load generators ask for it; usage comes once all the same, at the end
     include_obfuscation: bool | None = None  # filler beside each chunk, against those who count bytes
 
 

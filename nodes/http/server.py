@@ -70,7 +70,10 @@ class Protocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:  # its head has been sent, and what answers a HEAD has no body
+                self.transport.close()
         else:  # an answer has begun, or is all sent
             self.transport.close()
 

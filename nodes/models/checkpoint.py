@@ -90,17 +90,28 @@ def expected_tensors(config: ModelConfig) -> Shapes:
     c = config
     shapes: Shapes = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
     for i in range(c.layers):
-        layer = f"model.layers.{i}."
-        shapes[layer + "input_layernorm.weight"] = (c.hidden,)
-        shapes[layer + "post_attention_layernorm.weight"] = (c.hidden,)
-        attention = _latent_attention(c, c.latent) if c.latent else _grouped_attention(c)
-        shapes |= {f"{layer}self_attn.{name}": shape for name, shape in attention.items()}
-        mlp = _experts(c, c.experts) if c.experts and not c.is_dense(i) else _gated(c, c.ffn)
-        shapes |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
+        shapes |= _layer(c, i)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tie_embeddings:
         shapes["lm_head.weight"] = (c.vocab, c.hidden)
     return shapes
+
+
+def draft_tensors(config: ModelConfig) -> Shapes:
+    """Of the first draft layer, which stands behind the others: those that are its own. It has the model's embedding
+    and head, and checkpoints repeat them."""
+    c, layer = config, f"model.layers.{config.layers}."
+    norms = {f"{layer}{name}.weight": (c.hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return {**_layer(c, c.layers), **norms, f"{layer}eh_proj.weight": (c.hidden, 2 * c.hidden)}
+
+
+def _layer(c: ModelConfig, index: int) -> Shapes:
+    layer = f"model.layers.{index}."
+    shapes: Shapes = {f"{layer}{name}_layernorm.weight": (c.hidden,) for name in ("input", "post_attention")}
+    attention = _latent_attention(c, c.latent) if c.latent else _grouped_attention(c)
+    shapes |= {f"{layer}self_attn.{name}": shape for name, shape in attention.items()}
+    mlp = _experts(c, c.experts) if c.experts and not c.is_dense(index) else _gated(c, c.ffn)
+    return shapes | {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
 
 
 def _grouped_attention(c: ModelConfig) -> Shapes:
@@ -152,9 +163,10 @@ def _experts(c: ModelConfig, e: ExpertsConfig) -> Shapes:
     return shapes
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError naming the first tensor that is missing, left over, misshapen or of another dtype."""
-    expected = expected_tensors(config)
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint, *, drafting: bool = False) -> None:
+    """Raises ConfigError naming the first tensor that is missing, left over, misshapen or of another dtype. What only
+    drafts is looked at if it is to be used."""
+    expected = expected_tensors(config) | (draft_tensors(config) if drafting else {})
     for name, shape in expected.items():
         stored = checkpoint.get(name)
         if stored is None:

@@ -46,7 +46,7 @@ class ModelConfig(Declared):
     eos_ids: tuple[int, ...]
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
-    draft_layers: int = 0  # in the checkpoint behind the others; not used
+    draft_layers: int = 0  # in the checkpoint behind the others; the first is used, if any
 
     @property
     def kv_parts(self) -> int:
@@ -95,6 +95,16 @@ def _checked(folder: Path) -> ModelConfig:
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError("--model", f"{folder} has no tokenizer.json")
     return config
+
+
+def check_drafting(model: ResolvedModel) -> None:
+    """Whether it has a draft layer, whole. Raises ConfigError naming `--speculate-method` or `--model`."""
+    from .checkpoint import check_tensors, open_checkpoint
+
+    if not model.config.draft_layers:
+        problem = f"mtp drafts with a layer of the model's own, and {model.name} has none (num_nextn_predict_layers)"
+        raise ConfigError("--speculate-method", problem)
+    check_tensors(model.config, open_checkpoint(Path(model.folder)), drafting=True)
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:

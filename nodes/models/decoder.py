@@ -3,13 +3,19 @@
 Knows nothing of requests, block pools or sampling. Attention's kind is the layer's (grouped.py, latent.py), as is what
 follows it (mlp.py); which KV rows belong to whom is the plan's (engines/attention.py). In the last layer only the rows
 whose logits are wanted go beyond what the cache holds.
+
+A draft layer (multi-token prediction: DeepSeek-AI, 2024, arXiv:2412.19437, section 2.2) stands behind all others. Of a
+position's hidden state and the token that follows there it says the one after that. It needs the hidden states of all
+rows, so the model's own last layer computes them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pdbus.nodes.engines.attention import KVCache, Plan
@@ -30,6 +36,23 @@ class Layer:
     attention: Attention
     post_norm: RmsNorm
     mlp: Callable[[Tensor], Tensor]  # rows [T, hidden] to [T, hidden]
+    is_last: bool  # what goes on are the rows whose logits are wanted
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor | None:
+        attended = self.attention(self.input_norm(x), step)
+        if attended is None:
+            return None
+        x = attended.add_(x.index_select(0, step.plan.tail_rows) if self.is_last else x)
+        return self.mlp(self.post_norm(x)).add_(x)
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    token_norm: RmsNorm
+    hidden_norm: RmsNorm
+    join: Linear  # 2 * hidden to hidden: a token's embedding and the hidden state of the position before
+    layer: Layer
+    norm: RmsNorm
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,15 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: RmsNorm  # of the type that is computed with
     head: Linear  # vocab
+    draft: DraftLayer | None = None
+
+
+class Computed(NamedTuple):
+    """`logits` [rows of plan.tail, vocab], None when no row wants any; `hidden` [T, hidden], all rows before the head,
+    if there is a draft layer."""
+
+    logits: Tensor | None
+    hidden: Tensor | None = None
 
 
 class Decoder:
@@ -48,19 +80,37 @@ class Decoder:
         self._dtype = weights.norm.weight.dtype
         self._cos, self._sin = rotary_tables(config.rope, config.rotated, max_positions, weights.norm.weight)
 
-    def forward(self, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Tensor | None:
-        """Write the KV of all rows; return logits [rows of plan.tail, vocab], None when no row wants any.
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Computed:
+        """Write the KV of all rows, but that of the draft layer.
 
         `tokens` and `positions` are [T] int64, rows of one sequence next to each other and in order.
         """
-        x = self.weights.embed.index_select(0, tokens).to(self._dtype)
-        step = Step(plan, cache, (self._cos.index_select(0, positions), self._sin.index_select(0, positions)))
+        x: Tensor | None = self._embedded(tokens)
+        step = self._step(positions, plan, cache)
         for layer in self.weights.layers:
-            attended = layer.attention(layer.input_norm(x), step)
-            if attended is None:
-                return None
-            if layer is self.weights.layers[-1]:
-                x = x.index_select(0, plan.tail_rows)
-            x = attended.add_(x)
-            x = layer.mlp(layer.post_norm(x)).add_(x)
-        return self.weights.head(self.weights.norm(x))
+            assert x is not None  # only the last layer ends without rows
+            x = layer(x, step)
+        if x is None:
+            return Computed(None)
+        hidden = self.weights.norm(x)
+        if self.weights.draft is None:
+            return Computed(self.weights.head(hidden))
+        wanted = self.weights.head(hidden.index_select(0, plan.tail_rows)) if plan.tail else None
+        return Computed(wanted, hidden)
+
+    def draft(self, hidden: Tensor, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Tensor | None:
+        """Write the draft layer's KV of all rows; return logits [rows of plan.tail, vocab], None when no row wants any.
+
+        `hidden` [T, hidden] are of `positions`, `tokens` [T] follow there, and logits are of what comes after these.
+        """
+        draft = self.weights.draft
+        assert draft is not None
+        rows = torch.cat([draft.token_norm(self._embedded(tokens)), draft.hidden_norm(hidden)], -1)
+        x = draft.layer(draft.join(rows), self._step(positions, plan, cache))
+        return None if x is None else self.weights.head(draft.norm(x))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.weights.embed.index_select(0, tokens).to(self._dtype)
+
+    def _step(self, positions: Tensor, plan: Plan, cache: KVCache) -> Step:
+        return Step(plan, cache, (self._cos.index_select(0, positions), self._sin.index_select(0, positions)))

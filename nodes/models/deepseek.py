@@ -76,6 +76,8 @@ def read_experts(fields: Fields, architecture: str, layers: int) -> ExpertsConfi
     chosen = fields.whole("num_experts_per_tok")
     if chosen > (most := count // groups * groups_chosen):
         raise fields.wrong("num_experts_per_tok", f"must be at most {most}, the experts of {groups_chosen} groups")
+    normed = fields.switch("norm_topk_prob", v3) and (v3 or chosen > 1)
+    scale = fields.real("routed_scaling_factor")
     return ExpertsConfig(
         first_layer=first,
         count=count,
@@ -85,8 +87,8 @@ def read_experts(fields: Fields, architecture: str, layers: int) -> ExpertsConfi
         groups=groups,
         groups_chosen=groups_chosen,
         sigmoid=v3,
-        normed=fields.switch("norm_topk_prob", v3),
-        scale=fields.real("routed_scaling_factor"),
+        normed=normed,
+        scale=scale if v3 or not normed else 1.0,  # DeepSeek's own code for V2; transformers passes over the key
     )
 
 
@@ -101,9 +103,6 @@ def _check_method(fields: Fields, v3: bool) -> bool:
         raise fields.error("topk_method", f"= {method!r} is not supported; supported: {', '.join(methods)}")
     if fields.whole("moe_layer_freq", 1) != 1:
         raise fields.error("moe_layer_freq", f"= {fields.get('moe_layer_freq')!r} is not supported")
-    if not v3 and fields.switch("norm_topk_prob", False):
-        # DeepSeek's code then leaves routed_scaling_factor out, transformers passes over the key
-        raise fields.error("norm_topk_prob", "= True is not supported")
     return method != "greedy"
 
 

@@ -22,7 +22,9 @@ from .source import Source
 NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
 
-def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, group: Group) -> LatentAttention:
+def load_latent(
+    source: Source, prefix: str, index: int, config: ModelConfig, group: Group, is_last: bool
+) -> LatentAttention:
     sizes = config.latent
     assert sizes is not None
     heads = config.heads // group.size
@@ -34,7 +36,7 @@ def load_latent(source: Source, prefix: str, index: int, config: ModelConfig, gr
         heads=heads,
         sizes=sizes,
         scale=(sizes.nope + sizes.rope) ** -0.5 * config.rope.score_factor,
-        is_last=index == config.layers - 1,
+        is_last=is_last,
         q=_queries(source, prefix, sizes, heads),
         kv=_latents(source, prefix, sizes),
         kv_norm=source.norm(prefix + "kv_a_layernorm.weight", NORM_EPS),

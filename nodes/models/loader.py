@@ -12,7 +12,7 @@ from pdbus.nodes.engines.group import Group
 
 from .checkpoint import check_tensors, open_checkpoint
 from .config import ModelConfig
-from .decoder import Attention, Layer, Weights
+from .decoder import Attention, DraftLayer, Layer, Weights
 from .grouped import GroupedAttention, LastGroupedAttention
 from .load_deepseek import load_experts, load_latent
 from .mlp import GatedMlp
@@ -31,17 +31,18 @@ def load_weights(
     group: Group | None = None,
     *,
     pad_to: int = 1,
+    drafting: bool = False,
 ) -> Weights:
     """A rank's weights of the model in `folder`. Raises ConfigError naming `--model` and the file or tensor at fault.
 
     Which part of each matrix is a rank's: shards.py. Linears are given a multiple of `pad_to` rows, as long as the
-    decoder is.
+    decoder is. With `drafting` the draft layer's, too.
 
     Never more is in memory than what stays and one matrix on its way: tensors are read, for pages of a mapped file
     would count until the process ends. Only the embedding of a CPU is mapped: few of its rows are ever used.
     """
     checkpoint, group = open_checkpoint(Path(folder)), group or Group()
-    check_tensors(config, checkpoint)
+    check_tensors(config, checkpoint, drafting=drafting)
     source = Source(checkpoint, dtype, device, make, Shards(config, group))
     embed = source.mapped(EMBED) if device == "cpu" else source.get(EMBED)
     if config.tie_embeddings and device != "cpu":
@@ -52,15 +53,31 @@ def load_weights(
     return Weights(
         embed=embed,
         head=head,  # before the layers: the largest matrix on its way, while little stays
-        layers=tuple(_layer(source, i, config, group, pad_to) for i in range(config.layers)),
+        layers=tuple(
+            _layer(source, i, config, group, pad_to, is_last=i == config.layers - 1 and not drafting)
+            for i in range(config.layers)
+        ),
         norm=source.norm("model.norm.weight", config.norm_eps),
+        draft=_draft(source, config, group, pad_to) if drafting else None,
     )
 
 
-def _layer(source: Source, index: int, config: ModelConfig, group: Group, pad_to: int) -> Layer:
+def _draft(source: Source, config: ModelConfig, group: Group, pad_to: int) -> DraftLayer:
+    prefix = f"model.layers.{config.layers}."
+    join = f"{prefix}eh_proj.weight"
+    return DraftLayer(
+        token_norm=source.norm(f"{prefix}enorm.weight", config.norm_eps),
+        hidden_norm=source.norm(f"{prefix}hnorm.weight", config.norm_eps),
+        join=source.make(join, source.get(join), None),
+        layer=_layer(source, config.layers, config, group, pad_to, is_last=True),
+        norm=source.norm(f"{prefix}shared_head.norm.weight", config.norm_eps),
+    )
+
+
+def _layer(source: Source, index: int, config: ModelConfig, group: Group, pad_to: int, *, is_last: bool) -> Layer:
     prefix = f"model.layers.{index}."
     attend = _grouped if config.latent is None else load_latent
-    attention: Attention = attend(source, f"{prefix}self_attn.", index, config, group)
+    attention: Attention = attend(source, f"{prefix}self_attn.", index, config, group, is_last)
     if config.is_dense(index):
         mlp: Any = GatedMlp(*(source.linear(f"{prefix}mlp.", [f"{name}_proj"]) for name in ("gate", "up", "down")))
     else:
@@ -70,10 +87,11 @@ def _layer(source: Source, index: int, config: ModelConfig, group: Group, pad_to
         attention=attention,
         post_norm=source.norm(prefix + "post_attention_layernorm.weight", config.norm_eps),
         mlp=mlp,
+        is_last=is_last,
     )
 
 
-def _grouped(source: Source, prefix: str, index: int, config: ModelConfig, group: Group) -> Attention:
+def _grouped(source: Source, prefix: str, index: int, config: ModelConfig, group: Group, is_last: bool) -> Attention:
     norms = [source.norm(f"{prefix}{x}_norm.weight", config.norm_eps) if config.qk_norm else None for x in ("q", "k")]
     common: dict[str, Any] = {
         "layer": index,
@@ -85,7 +103,7 @@ def _grouped(source: Source, prefix: str, index: int, config: ModelConfig, group
         "k_norm": norms[1],
     }
     q, k, v = ("q_proj", "k_proj", "v_proj")
-    if index < config.layers - 1:
+    if not is_last:
         return GroupedAttention(qkv=source.linear(prefix, [q, k, v], bias=config.qkv_bias), **common)
     return LastGroupedAttention(
         q=source.linear(prefix, [q], bias=config.qkv_bias),

@@ -18,7 +18,7 @@ from pdbus.nodes.node_process import NodeProcess
 from .harm import Harm
 from .heard import Heard
 from .moments import Moment, Pids
-from .outcome import LEASE_S, PROOF_S, Outcome
+from .outcome import PROOF_S, Outcome
 from .plan import DYING, Fault
 from .traffic import Traffic
 from tests.live.faults import OPTIONS, TCP, Frozen, Unclean, ask, pids_of, prompt, until_clean
@@ -40,8 +40,8 @@ ROLES: Mapping[str, Mapping[str, str | int | float | bool]] = {
 class Arena:
     """Buses of prefill nodes are reached through a relay each."""
 
-    def __init__(self, cluster: Cluster, relays: Mapping[str, Relay], heard: Heard) -> None:
-        self.cluster, self.relays, self.heard = cluster, relays, heard
+    def __init__(self, cluster: Cluster, relays: Mapping[str, Relay], heard: Heard, lease_s: float) -> None:
+        self.cluster, self.relays, self.heard, self._lease_s = cluster, relays, heard, lease_s
         self._held = Frozen()
         self._salt = 1 << 61
 
@@ -126,7 +126,7 @@ class Arena:
         proven_s = [self.heard.when(p.name, restarted, harm.ended_s) for p in self.cluster.prefill]
         outcome.reclaimed_s = max(ended_s) - harm.ended_s
         outcome.reclaimed_late_s = max(
-            ended - min(harm.ended_s + LEASE_S, proven or math.inf) - PROOF_S
+            ended - min(harm.ended_s + self._lease_s, proven or math.inf) - PROOF_S
             for ended, proven in zip(ended_s, proven_s, strict=True)
         )
 
@@ -213,13 +213,16 @@ async def _end_of_leases(reader: str, owner: Client) -> float:
 
 @asynccontextmanager
 async def arena(
-    folder: Path, environment: Mapping[str, str] = TCP, options: Mapping[str, str] | None = None
+    folder: Path,
+    environment: Mapping[str, str] = TCP,
+    options: Mapping[str, str] | None = None,
+    lease_s: float = 2.0,
 ) -> AsyncIterator[Arena]:
     """Recorded below `folder`; its nodes end by SIGTERM, so that their recordings are whole. `options`: more settings
     for all of them."""
     relays = [Relay() for _ in range(2)]
     settings = {
-        **OPTIONS, "kv_blocks": 256, "lease": f"{LEASE_S:g}s", "record": str(folder / "recording"), "http_port": 0,
+        **OPTIONS, "kv_blocks": 256, "lease": f"{lease_s:g}s", "record": str(folder / "recording"), "http_port": 0,
         "run_dir": str(folder), **(options or {}),
     }  # fmt: skip
     roles = {**ROLES, "decode": {**ROLES["decode"], "join": ",".join(relay.address for relay in relays)}}
@@ -235,7 +238,9 @@ async def arena(
         await relay.start(node.address)
     try:
         async with cluster:
-            yield Arena(cluster, {node.name: relay for node, relay in zip(cluster.prefill, relays, strict=True)}, heard)
+            yield Arena(
+                cluster, {node.name: relay for node, relay in zip(cluster.prefill, relays, strict=True)}, heard, lease_s
+            )
     finally:
         await cluster.kill_all()
         for relay in relays:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from .plan import Fault
 
-LEASE_S = 2.0
 PROOF_S = 1.0  # for leases to end after proof of their reader's end, or after their time
 HEALED_MAX_S = 8.0  # after a return
 COUNTS = ("right", "cancelled", "failed", "unfair", "hung", "wrong", "leaked", "lost")

@@ -19,6 +19,7 @@ VERIFY = "from pdbus.nodes.cli import replay_main; replay_main()"
 
 # Over TCP the owner's mover sends, as between two machines, so that reads can be held; else UCX reads by itself.
 ENVIRONMENTS: Sequence[Mapping[str, str]] = (TCP, TCP, TCP, {})
+LEASES_S = (2.0, 6.0)  # shorter than what takes a node to come back, so that they expire; longer, so that it is proof
 Environment = Mapping[str, str]
 OnOutcome = Callable[[Outcome], None]
 
@@ -56,7 +57,7 @@ async def _round(
     folder = Path(tempfile.mkdtemp(prefix="pd"))
     outcomes: list[Outcome] = []
     try:
-        async with arena(folder, environment) as stage:
+        async with arena(folder, environment, lease_s=LEASES_S[number % len(LEASES_S)]) as stage:
             for fault in faults:
                 outcomes.append(await stage.strike(fault))
                 report.outcomes.append(outcomes[-1])

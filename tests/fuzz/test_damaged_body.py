@@ -36,11 +36,12 @@ APP = Starlette(routes=[Route("/ready", _ready, methods=["POST"]), Route("/strea
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("path", ["/ready", "/nowhere", "/stream"])
+@pytest.mark.parametrize("asked", ["POST /ready", "POST /nowhere", "POST /stream", "HEAD /ready"])
 def test_one_answer_and_no_traceback(
-    path: str, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    asked: str, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one piece the damage is known before the app runs; in two the app may have begun to answer."""
+    """In one piece the damage is known before the app runs; in two the app may have begun to answer. What is said to a
+    HEAD has no body, not even 400."""
     caplog.set_level(logging.WARNING)
     served: list[Server] = []
 
@@ -56,12 +57,12 @@ def test_one_answer_and_no_traceback(
         port = listening.getsockname()[1]
         serving = asyncio.create_task(serve_app(APP, listening, grace_s=1, signals=(signal.SIGUSR2,)))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        whole = b"POST " + path.encode() + b" HTTP/1.1" + DAMAGED
+        whole = asked.encode() + b" HTTP/1.1" + DAMAGED
         head = whole.index(b"no length")
         writer.write(whole if pieces == 1 else whole[:head])
         begun = b""
         if pieces == 2:
-            if path == "/stream":
+            if asked == "POST /stream":
                 begun = await reader.readuntil(b"word ")
             writer.write(whole[head:])
         answer = begun + await reader.read()

@@ -14,6 +14,7 @@ STARTUP = ["import_cpu_ms", "ready_cpu_ms", "import_bytes", "weight_bytes", "sla
 
 
 @pytest.mark.live
+@pytest.mark.long
 def test_every_kind_is_measured_beside_the_bare_linears(tmp_path: Path) -> None:
     result = engine.run(rounds=1, model=str(write_random_llama(tmp_path / "tiny", "tiny")))
     assert [(row["tokens"], row["weights"]) for row in result["prefill"]] == [

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 EXPECTED: dict[str, Any] = json.loads(FILE.read_text())
 
 
-@pytest.fixture(scope="module", params=["float32", "fp16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "fp16"])
 def demo(request: pytest.FixtureRequest) -> Loaded:
     """In fp16, which rounds this checkpoint's weights, it must know and say the same."""
     try:
@@ -68,13 +68,14 @@ def test_it_knows_as_many_capitals_as_it_should(demo: Loaded, tokenizer: Tokeniz
 
 
 @torch.inference_mode()
+@pytest.mark.long
 def test_it_finds_a_text_as_likely_as_it_should(demo: Loaded, tokenizer: Tokenizer) -> None:
     ids = torch.tensor(encode(tokenizer, EXPECTED["perplexity"]["texts"]["constitution"])[:1024])
     every = torch.arange(len(ids))
     cache = demo.engine._cache
     rows = torch.from_numpy(cache.rows(every.numpy(), every.numpy()))
     attend = (FreshAttend(slice(0, len(ids))),)
-    logits = demo.engine._decoder.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache)
+    logits = demo.engine._decoder.forward(ids, every, Plan(len(ids), rows, attend, attend, every), cache).logits
     assert logits is not None
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert float(loss.exp()) == pytest.approx(EXPECTED["perplexity"]["expected"]["constitution"], rel=1e-3)

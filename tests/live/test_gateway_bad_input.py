@@ -17,7 +17,7 @@ from .test_bad_input import BAD_BODIES, BAD_FIELDS, COMPLETION, LIMIT
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(150)]
 
-IDLE, DEAF = 1000, 8
+IDLE, DEAF = 2000, 8
 
 
 @pytest.fixture(scope="module")

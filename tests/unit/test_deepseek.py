@@ -14,6 +14,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.nodes.config import Host
 from pdbus.nodes.config import load as load_settings
 from pdbus.nodes.models.config import check_ranks, parse_config, resolve_model
+from pdbus.nodes.models.mlp import Router
 from pdbus.nodes.setup import set_up
 
 from tests.deepseek_models import V2, V3, write_deepseek
@@ -135,6 +136,21 @@ def test_speculation_changes_no_token(v3: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("change", "total"), [({}, 1.0), ({"num_experts_per_tok": 1}, None), ({"norm_topk_prob": False}, None)], ids=str
+)
+def test_v2_s_weights_are_normed_as_its_makers_do_it(change: dict[str, Any], total: float | None) -> None:
+    """Of several experts they then sum to 1, without the factor that else scales them. transformers passes over it."""
+    config = parse_config(V2 | {"norm_topk_prob": True} | change, {}).experts
+    assert config is not None
+    drawn = torch.randn(5, config.count, generator=torch.Generator().manual_seed(1))
+    chosen, weights = Router(config, lambda x: x, None)(drawn)
+    scores = drawn.softmax(-1).topk(config.chosen)
+    plain = scores.values / scores.values.sum(-1, keepdim=True) if total else scores.values * 1.7
+    torch.testing.assert_close(weights, plain)
+    assert chosen.tolist() == scores.indices.tolist()
+
+
 def test_a_published_configuration_is_read() -> None:
     """DeepSeek-V2-Lite's, as far as it says anything of its shape."""
     config = parse_config(
@@ -201,7 +217,7 @@ def test_a_node_sizes_its_memory_by_latents(v3: Path) -> None:
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (V2, {"topk_method": "best"}, "topk_method = 'best' is not supported; supported: greedy, group_limited_greedy"),
         (V2, {"topk_method": "group_limited_greedy"}, "n_group is None"),
-        (V2, {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        (V2, {"norm_topk_prob": 1}, "norm_topk_prob is 1, but must be true or false"),
         (V2, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but must be at most 8"),
         (V3, {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "rope_scaling.short_factor is .* 4 numbers"),
         (V3, {"rope_scaling": LONGROPE | {"short_factor": 2.0}}, "rope_scaling.short_factor is 2.0"),

@@ -64,7 +64,7 @@ def test_who_sends_none_that_is_known_gets_401(tmp_path: Path, path: str, header
     }
 
 
-@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/pd/info"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/pd/info"])
 def test_probes_need_no_key(tmp_path: Path, path: str) -> None:
     assert ask(HttpKeys(str(file_of(tmp_path))), "GET", path, {}).status_code == 200
 

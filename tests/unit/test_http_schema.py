@@ -132,6 +132,7 @@ def test_fields_that_change_nothing_are_accepted() -> None:
     )  # fmt: skip
     chat(**dict.fromkeys(OPENAI_CHAT))
     chat(stream=True, stream_options={"include_obfuscation": False})
+    chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
 
 
 def test_null_is_the_same_as_absent() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import pack_u32, replace
-from pdbus.connector.ipc import StepRow, WorkerArgs
+from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import rank_bytes_per_token
 from pdbus.connector.readable import layouts_of, unreadable
 from pdbus.nodes.engines import torch_engine
@@ -42,20 +42,33 @@ class Node:
         args = replace(args, geometry=self.geometry, blocks=BLOCKS)
         self._engines = self._ranks.run(lambda rank: TorchEngine(replace(args, rank=rank), self.memory[rank]))
 
-    def open(self, prompt: Sequence[int], forced: Sequence[int] = ()) -> None:
+    def open(
+        self, prompt: Sequence[int], forced: Sequence[int] = (), draft: int = -1, sampling: Sampling | None = None
+    ) -> None:
         for engine in self._engines:
-            engine.open(1, prompt, Sampling())
-            engine.force(1, forced)
+            engine.open(1, prompt, sampling or Sampling())
+            engine.force(1, forced, draft)
 
-    def step(self, start: int, count: int, blocks: Sequence[int]) -> int:
-        """The token that all ranks sample alike."""
-        row = StepRow(seq=1, start=start, count=count, new_blocks=pack_u32(blocks), sample=True)
-        tokens = {results[0].token for results in self._ranks.run(lambda rank: self._engines[rank].step([row]))}
-        assert len(tokens) == 1
-        return tokens.pop()
+    def step(self, start: int, count: int, blocks: Sequence[int], *, sample: bool = True) -> RowResult:
+        """What all ranks sample alike."""
+        row = StepRow(seq=1, start=start, count=count, new_blocks=pack_u32(blocks), sample=sample)
+        first, *others = (results[0] for results in self._ranks.run(lambda rank: self._engines[rank].step([row])))
+        for other in others:
+            assert (other.token, other.draft, len(other.more)) == (first.token, first.draft, len(first.more))
+        return first
 
     def bytes(self, rank: int) -> memoryview:
         return memoryview(self.memory[rank].numpy()).cast("B")
+
+
+def read(prefill: Node, decode: Node) -> None:
+    """All KV of a prompt of LENGTH tokens, by every rank."""
+    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(prefill.geometry.tp)]
+    for rank, layout in enumerate(decode.layouts):
+        ended = through_loopback(
+            HandOff(prefill.geometry, owned, layout, rank, decode.bytes(rank), 0, LENGTH, tuple(THERE), HELD)
+        )
+        assert (ended.problem, ended.bytes) == ("", len(HELD) * layout.block_size * rank_bytes_per_token(layout))
 
 
 @pytest.fixture(scope="module", params=["V2", "V3"])
@@ -73,20 +86,14 @@ def test_tokens_are_those_of_one_node(folder: Path, monkeypatch: pytest.MonkeyPa
 
     prefill = Node(alone.args, there, monkeypatch)
     prefill.open(prompt)
-    first = prefill.step(0, LENGTH, THERE)
+    first = prefill.step(0, LENGTH, THERE).token
 
     decode = Node(alone.args, here, monkeypatch)
-    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(there)]
-    for rank, layout in enumerate(decode.layouts):
-        ended = through_loopback(
-            HandOff(prefill.geometry, owned, layout, rank, decode.bytes(rank), 0, LENGTH, tuple(THERE), HELD)
-        )
-        assert (ended.problem, ended.bytes) == ("", len(HELD) * layout.block_size * rank_bytes_per_token(layout))
-
+    read(prefill, decode)
     decode.open(prompt, [first])
-    tokens = [first, decode.step(LENGTH, 1, HERE)]
+    tokens = [first, decode.step(LENGTH, 1, HERE).token]
     while len(tokens) < TOKENS:
-        tokens.append(decode.step(LENGTH + len(tokens) - 1, 1, []))
+        tokens.append(decode.step(LENGTH + len(tokens) - 1, 1, []).token)
     assert tokens == walk.tokens
 
 

@@ -133,6 +133,25 @@ async def test_who_has_no_key_is_told_that_one_is_asked_for(tmp_path: Path) -> N
 
 
 @on_loop
+async def test_who_asks_only_after_the_handshake_has_failed_is_told_the_same(tmp_path: Path) -> None:
+    """On a busy machine it fails between connecting and sending; then there was only `could not be sent`."""
+    with cluster(tmp_path) as c:
+        refusals: list[str] = []
+        stranger = Endpoint(
+            "stranger",
+            os.urandom(16),
+            lambda received: None,
+            on_link_refused=lambda _, problem: refusals.append(problem),
+        )
+        try:
+            link = stranger.connect(c.node.address)
+            await until(lambda: refusals)
+            assert "asks for a key" in await refused(ask(stranger, link))
+        finally:
+            stranger.close()
+
+
+@on_loop
 async def test_a_key_that_is_not_on_the_list_is_refused_by_name_and_counted(tmp_path: Path) -> None:
     with cluster(tmp_path) as c:
         elsewhere = key_folder(tmp_path / "elsewhere", {"eve": "client"})

@@ -425,6 +425,24 @@ async def test_both_internet_protocols_are_spoken(address: str) -> None:
 
 
 @on_loop
+async def test_an_answer_that_has_come_is_heard_though_the_link_is_closed_before_its_waiter_runs() -> None:
+    """On a busy machine both happen in one turn of the loop; it raised InvalidStateError."""
+    with recorders("p") as (p,):
+        loop, problems = asyncio.get_running_loop(), list[object]()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+
+        def close_at_once(link: str, header: Header, message: object) -> None:
+            if isinstance(message, StatusReply):
+                loop.call_soon(asking.close_link, link)
+
+        asking = Endpoint("d", os.urandom(16), lambda received: None, tap=close_at_once)
+        link = asking.connect(p.endpoint.bind(ANY_PORT))
+        assert (await asking.request(link, Status(), StatusReply, 5)).status == {"to": "d"}
+        asking.close()
+        assert problems == []
+
+
+@on_loop
 async def test_closing_leaves_no_descriptor() -> None:
     await asyncio.sleep(0)
     before = sorted(os.listdir("/proc/self/fd"))

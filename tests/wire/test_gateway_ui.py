@@ -10,12 +10,14 @@ from typing import Any
 import httpx
 
 from pdbus.bus.errors import RequestError
+from pdbus.bus.station import Station
 from pdbus.nodes.gateway.command import app_of
 from pdbus.nodes.gateway.gateway import Gateway
 from pdbus.nodes.http.keys import HttpKeys
 
 from tests.fake_node import answer_words
 from tests.gateways import decode_node, gate, knows, refuses
+from tests.key_folders import key_folder, keyring
 from tests.loop import on_loop, until
 
 KEY = "sk-0123456789abcdef"
@@ -123,3 +125,18 @@ async def test_what_nodes_say_passes_as_json_and_nothing_sniffs_it() -> None:
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert HOSTILE in answer.json()["nodes"][0]["detail"]
+
+
+@on_loop
+async def test_prefill_nodes_are_only_looked_at_where_the_keys_know_them(tmp_path: Path) -> None:
+    """Elsewhere each look would be a refused stranger in that node's log."""
+    known, unknown, decode = (f"tcp://127.0.0.1:{port}" for port in (7001, 7011, 7021))
+    folder = key_folder(tmp_path / "keys", {"gate": "client", "p1": "prefill"}, {"p1": known})
+    peers = [{"address": known, "role": "prefill"}, {"address": unknown, "role": "prefill"}]
+    peers = [{**peer, "state": "up"} for peer in (*peers, {"address": decode, "role": "decode"})]
+    for ring, followed in ((keyring(folder, "gate"), {known, decode}), (None, {known, unknown, decode})):
+        station = Station(role="gateway", name="gate", keyring=ring)
+        async with Gateway(station, [], policy="round-robin") as gateway:
+            gateway.fleet._discover(peers)
+            assert set(gateway.fleet.nodes) == followed
+        station.close()
