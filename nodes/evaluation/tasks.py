@@ -51,11 +51,15 @@ def _told() -> dict[str, Any]:
 
 
 def _questions() -> tuple[str, ...]:
-    lines = _fetched().read_text().splitlines()[:GSM8K_QUESTIONS]
+    kept = _fetched()
     try:
-        return tuple(json.loads(line)["question"] for line in lines)
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError("GSM8K", f"{_kept()} is damaged; delete its folder, and it is fetched anew") from None
+        lines = kept.read_text(encoding="utf-8").splitlines()[:GSM8K_QUESTIONS]
+        questions = tuple(str(json.loads(line)["question"]) for line in lines)
+    except (OSError, ValueError, KeyError, TypeError):
+        questions = ()
+    if len(questions) < GSM8K_QUESTIONS:
+        raise ConfigError("GSM8K", f"{kept} is damaged; delete {kept.parent}, and it is fetched anew")
+    return questions
 
 
 def _kept() -> Path:

@@ -80,6 +80,8 @@ BAD = [
     encode(Heartbeat()),
     encode(FirstToken(token=10)),
     encode(FirstToken(token=-1)),
+    encode(FirstToken(token=1, draft=10)),
+    encode(FirstToken(token=1, draft=-2)),
     encode(FirstToken(token=1, logprob=TokenLogprob(logprob=-1.0, top=((2**40, -2.0),)))),
 ]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdbus.bus.errors import Broken
+from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.messages import TokenLogprob
 from pdbus.nodes.evaluation.scoring import Scorer, evaluate, windows
-from pdbus.nodes.evaluation.tasks import Tasks
+from pdbus.nodes.evaluation.tasks import Tasks, load_tasks
 from pdbus.nodes.tokenizer import ByteTokenizer
 
 
@@ -67,3 +68,40 @@ def test_a_node_that_scores_too_few_tokens_is_not_believed() -> None:
     scorer = Scorer(Scoring(lost=1), ByteTokenizer())  # type: ignore[arg-type]
     with pytest.raises(Broken, match="2 tokens were to be scored, 1 were"):
         asyncio.run(scorer.losses("abc"))
+
+
+# ---------------------------------------------------------------- questions out of the cache
+
+
+LINE = '{"question": "How many?", "answer": "4"}\n'
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PD_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    file = tmp_path / "eval/gsm8k/test.jsonl"
+    file.parent.mkdir(parents=True)
+    return file
+
+
+def test_questions_that_are_there_are_not_fetched(kept: Path) -> None:
+    kept.write_text(LINE * 30)
+    tasks, expected = load_tasks()
+    assert tasks.texts["gsm8k"] == ("How many?",) * 24
+    assert list(tasks.texts) == list(expected.perplexity) and len(tasks.capitals) == 35
+
+
+@pytest.mark.parametrize("text", [b"", LINE.encode() * 23, LINE.encode() * 5 + b"{}\n" * 20, b"\xff\xfe", b"[]\n" * 30])
+def test_damaged_questions_are_to_be_deleted(kept: Path, text: bytes) -> None:
+    """Fewer would make another figure."""
+    kept.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"^GSM8K: {kept} is damaged; delete {kept.parent}, and it is fetched anew"):
+        load_tasks()
+
+
+def test_an_index_without_them_is_named_in_one_line(kept: Path) -> None:
+    kept.parent.rmdir()
+    with pytest.raises(ConfigError, match=r"^GSM8K: cannot fetch the questions of GSM8K \(") as caught:
+        load_tasks()
+    assert "\n" not in str(caught.value)

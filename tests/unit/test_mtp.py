@@ -206,6 +206,33 @@ def test_a_node_that_samples_nothing_leaves_the_last_position_to_draft(guessing:
     assert (again.token, again.draft) == (whole.results[0].token, whole.results[0].draft)
 
 
+def test_what_was_preempted_drafts_again(guessing: Path) -> None:
+    """In other blocks, which hold nothing of it."""
+    loaded, prompt = load(guessing, blocks=16, **MTP), prompt_of(20, VOCAB)
+    walk = Walk(loaded, 1, prompt, [0, 1, 2], [20])
+    tokens, _ = speak([walk], loaded, 6)[0]
+    known = 20 + len(tokens)
+    row = StepRow(seq=1, start=0, count=known, new_blocks=pack_u32([5, 9, 7]), reset=True, sample=True)
+    [result] = loaded.engine.step([row])
+    whole, _ = answer(load(guessing), prompt, Sampling(max_tokens=len(tokens) + 1))
+    assert [*tokens, result.token] == whole
+    fresh = load(guessing, blocks=16, **MTP)
+    fresh.engine.open(1, [*prompt, *tokens], Sampling())
+    again = StepRow(seq=1, start=0, count=known, new_blocks=pack_u32([0, 1, 2]), sample=True)
+    assert fresh.engine.step([again])[0].draft == result.draft
+
+
+def test_a_prompt_s_scores_are_those_without_a_draft_layer(guessing: Path) -> None:
+    found = []
+    for options in ({}, MTP):
+        loaded = load(guessing, blocks=16, **options)
+        sampling = Sampling(prompt_logprobs=1, prompt_logprobs_from=10)
+        walk = Walk(loaded, 1, prompt_of(40, VOCAB), range(4), [17, 23], sampling)
+        run(loaded, [walk], 1)
+        found.append([(score.top[0][0], pytest.approx(score.logprob, abs=1e-5)) for score in walk.scores])
+    assert found[0] == [(top, value.expected) for top, value in found[1]] and len(found[0]) == 30
+
+
 # ---------------------------------------------------------------- bad input
 
 
