@@ -34,9 +34,8 @@ def descriptors_left() -> int:
     """How many more this process may open."""
     limit = _limit()
     try:
-        return (
-            limit + 1 - sum(int(number) < limit for number in os.listdir("/dev/fd"))
-        )  # the listing has one of its own
+        used = sum(int(number) < limit for number in os.listdir("/dev/fd"))
+        return limit - used + 1  # the listing has one of its own
     except OSError:
         return 0
 
