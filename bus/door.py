@@ -32,8 +32,10 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: ret 0
 
 def descriptors_left() -> int:
     """How many more this process may open."""
+    limit = _limit()
     try:
-        return _limit() + 1 - len(os.listdir("/dev/fd"))  # the listing has one of its own
+        used = sum(int(number) < limit for number in os.listdir("/dev/fd"))
+        return limit - used + 1  # the listing has one of its own
     except OSError:
         return 0
 

@@ -159,11 +159,13 @@ async def _prefill_for_ever(client: Client) -> None:
 
 
 async def in_turns(one: Trip, other: Trip, trips: int, turn_trips: int = TURN_TRIPS) -> tuple[list[float], list[float]]:
-    """Microseconds of each round trip, in turns of `turn_trips`; the first TURN_TRIPS of each only warm up."""
+    """Microseconds of each round trip, in turns of `turn_trips`; who is first changes with every turn. The first
+    TURN_TRIPS of each only warm up."""
     took: tuple[list[float], list[float]] = ([], [])
     warm_up = -(-TURN_TRIPS // turn_trips)
     for turn in range(-warm_up, -(-trips // turn_trips)):
-        for trip, into in zip((one, other), took, strict=True):
+        pairs = list(zip((one, other), took, strict=True))
+        for trip, into in pairs if turn % 2 else reversed(pairs):
             times = [await _timed(trip) for _ in range(turn_trips)]
             if turn >= 0:
                 into += times

@@ -45,8 +45,8 @@ def bench_bus(
 @bench.command("curve")
 def bench_curve(
     messages: Annotated[int, typer.Option(min=1, max=10_000_000, metavar="N", help="Round trips.")] = 4000,
-    pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 6,
-    requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 200,
+    pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 30,
+    requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 32,
     as_json: AsJson = False,
 ) -> None:
     """What keys cost: round trips and streamed tokens with and without, in turns, with the coded engine."""

@@ -127,11 +127,12 @@ def _keyring(args: HttpArgs) -> Keyring | None:
 
 async def serve(args: HttpArgs) -> None:
     """Until SIGTERM. Closing the client cancels at the node what is still running. Raises what `Client` does when no
-    node answers."""
+    node answers, and ConfigError for files that will not do."""
     keys = HttpKeys(args.http_keys) if args.http_keys else None
+    tls = Tls(args.tls_cert, args.tls_key).check()  # again: the files may have changed since the node started
     async with Client(args.bus, keys=_keyring(args)) as client:
         app = create_app(OneNode(client), http=args.url, keys=keys)
-        await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=Tls(args.tls_cert, args.tls_key))
+        await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=tls)
 
 
 async def serve_app(

@@ -41,7 +41,7 @@ class Arena:
     """Buses of prefill nodes are reached through a relay each."""
 
     def __init__(self, cluster: Cluster, relays: Mapping[str, Relay], heard: Heard, lease_s: float) -> None:
-        self.cluster, self.relays, self.heard, self._lease_s = cluster, relays, heard, lease_s
+        self.cluster, self.relays, self.heard, self.lease_s = cluster, relays, heard, lease_s
         self._held = Frozen()
         self._salt = 1 << 61
 
@@ -126,7 +126,7 @@ class Arena:
         proven_s = [self.heard.when(p.name, restarted, harm.ended_s) for p in self.cluster.prefill]
         outcome.reclaimed_s = max(ended_s) - harm.ended_s
         outcome.reclaimed_late_s = max(
-            ended - min(harm.ended_s + self._lease_s, proven or math.inf) - PROOF_S
+            ended - min(harm.ended_s + self.lease_s, proven or math.inf) - PROOF_S
             for ended, proven in zip(ended_s, proven_s, strict=True)
         )
 

@@ -12,7 +12,7 @@ from pdbus.connector.fetch import Fetches
 from pdbus.connector.ledger import Clock, LeaseLedger
 from pdbus.connector.offer import Offers
 from pdbus.nodes.decode import Request, Requests, Source
-from pdbus.nodes.scheduler import Scheduler
+from pdbus.nodes.scheduler import Scheduler, Sequence
 
 from .bugs import BUGS
 from .cluster_sim import Fault, Plan
@@ -129,11 +129,10 @@ def a_wake_up_is_lost(patch: pytest.MonkeyPatch) -> None:
 def a_block_is_shared_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
     right = Scheduler._advance
 
-    def early(self: Scheduler, row: Any, tokens: int) -> Any:
-        s = self._sequences[row.seq]
+    def early(self: Scheduler, s: Sequence, row: Any, tokens: int) -> Any:
         for i, block_hash in enumerate(s.block_hashes[: len(s.blocks)]):
             self._pool.publish(s.blocks[i], block_hash)
-        return right(self, row, tokens)
+        return right(self, s, row, tokens)
 
     patch.setattr(Scheduler, "_advance", early)
 

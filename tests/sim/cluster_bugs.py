@@ -107,10 +107,9 @@ def a_lost_mover_keeps_the_epoch(patch: Patch) -> None:
 def a_prefix_is_published_before_it_is_computed(patch: Patch) -> None:
     right = scheduler.Scheduler._advance
 
-    def wrong(self: scheduler.Scheduler, row: Any, tokens: int) -> Any:
-        s = self._sequences[row.seq]
+    def wrong(self: scheduler.Scheduler, s: scheduler.Sequence, row: Any, tokens: int) -> Any:
         s.computed += 1
-        progress = right(self, row, tokens)
+        progress = right(self, s, row, tokens)
         s.computed -= 1
         return replace(progress, computed=s.computed, prompt_done=s.computed >= s.prompt_tokens)
 

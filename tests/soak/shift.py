@@ -29,7 +29,7 @@ class Shift(Arena):
     """Its second prefill and decode node are never hurt: what grows in them would grow for ever."""
 
     def __init__(self, stage: Arena, turn_s: float) -> None:
-        super().__init__(stage.cluster, stage.relays, stage.heard)
+        super().__init__(stage.cluster, stage.relays, stage.heard, stage.lease_s)
         self.samples: list[Sample] = []
         self._turn_s = turn_s
         self._began_s = time.monotonic()

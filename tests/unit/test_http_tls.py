@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from pdbus.bus.errors import ConfigError
 from pdbus.nodes.children import HttpServer
 from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.config import load
+from pdbus.nodes.http.listening import HttpArgs
+from pdbus.nodes.http.server import serve
 from pdbus.nodes.http.tls import Tls
 
 from tests.certificates import Files, certificate, openssl
@@ -80,6 +83,13 @@ def test_a_key_with_a_passphrase_is_not_asked_for(files: Files, tmp_path: Path) 
     openssl("pkey", "-in", str(files.key), "-aes256", "-passout", "pass:secret", "-out", str(locked))
     locked.chmod(0o600)
     assert problem_of(files.cert, locked) == f"--http-tls-key: {locked} is encrypted: give it without a passphrase"
+
+
+def test_files_that_have_changed_are_one_line_when_http_starts_again(files: Files, tmp_path: Path) -> None:
+    """The process is started anew when it has ended, maybe years after the node."""
+    args = HttpArgs(bus="tcp://127.0.0.1:1", fd=0, tls_cert=str(files.cert), tls_key=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="--http-tls-key: cannot read"):
+        asyncio.run(serve(args))
 
 
 def test_a_node_tells_others_https(files: Files) -> None:

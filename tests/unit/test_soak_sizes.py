@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from pdbus.nodes.cluster import Cluster
+
+from tests.chaos.arena import Arena
+from tests.chaos.heard import Heard
 from tests.chaos.outcome import Outcome
 from tests.chaos.plan import Fault
+from tests.soak.shift import Shift
 from tests.soak.sizes import Sample, Size, leaks, trend
 from tests.soak.summary import Summary
 
@@ -60,3 +65,9 @@ def test_what_must_not_be_makes_the_soak_bad(what: str) -> None:
 def test_what_leaks_is_told_as_json_too() -> None:
     said: dict[str, Any] = Summary(1, [], samples(lambda i: size(descriptors=30 + i))).as_dict()
     assert not said["good"] and said["problems"] == [f"{P}: descriptors grew from 34.5 to 46.5"]
+
+
+def test_a_shift_works_on_any_arena() -> None:
+    """It is one, with what the other was given."""
+    arena = Arena(Cluster(2, 2, options={"engine": "coded"}), {}, Heard(), 2.0)
+    assert vars(arena).keys() < vars(Shift(arena, 12.0)).keys()

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import pytest
 
@@ -32,8 +33,10 @@ sys.stdin.read()
 @contextmanager
 def few_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + ROOM + DESCRIPTORS_KEPT, hard))
+    used = set(map(int, os.listdir("/dev/fd")))
+    free = (number for number in range(soft) if number not in used)
+    limit = next(islice(free, ROOM + DESCRIPTORS_KEPT, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield
     finally:
