@@ -18,7 +18,7 @@ from .runs import slices
 from .scratch import Scratch
 
 SLICE_RUNS_MAX = 1_000  # posting costs 7 to 12 us a scattered descriptor
-SLICE_BYTES_MAX = 16 << 20  # a post may copy at once, and holds the thread: 4 ms at 4 GB/s; half of it costs 5 %
+SLICE_BYTES_MAX = 32 << 20  # a post may copy at once, and holds the thread: 6 ms at 5 GB/s; half of it costs up to 10 %
 SLICES_POSTED_MAX = 4  # of one read: keeps the line full, and leaves room for the others
 RUNS_AT_ONCE_MAX = 16_384  # made in one go: some ms
 PEER_BYTES_MAX = 128 << 20  # posted to one peer: two reads at their fullest; more would only wait at the other end
