@@ -44,7 +44,7 @@ from pdbus.connector.reading import SLICE_BYTES_MAX
 from pdbus.nodes.bench.movers import LiveMover, Movers, plain_blocks
 
 BLOCK_BYTES = 64 << 10
-BLOCKS = 512
+BLOCKS = 640
 SLAB_BYTES = BLOCKS * BLOCK_BYTES
 POISON = 0xEE
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
