@@ -285,8 +285,8 @@ def test_many_reads_at_once_end_once_each(pair: tuple[Side, Side]) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        ([BLOCKS], [0], "source block 512"),
-        ([0], [BLOCKS], "target block 512"),
+        ([BLOCKS], [0], f"source block {BLOCKS}"),
+        ([0], [BLOCKS], f"target block {BLOCKS}"),
         ([0], [(1 << 32) - 1], "target block 4294967295"),
         ([0, 1], [0], "1 target blocks of 1 for tokens 0 to 2"),
         ([1, 2], [5, 5], "named twice"),
