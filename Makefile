@@ -66,8 +66,12 @@ bench: $(READY)
 	$(BIN)/pd bench bus
 	$(BIN)/pd bench curve
 	$(BIN)/pd bench serve
+	$(BIN)/pd bench engine
 	$(BIN)/pd bench record
 	$(BIN)/pd bench smooth
+	$(BIN)/pd bench gateway
+	$(BIN)/pd bench http
+	$(BIN)/pd bench interference
 
 lint: $(READY)
 	$(BIN)/ruff check
