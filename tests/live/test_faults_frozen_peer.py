@@ -21,6 +21,7 @@ from .faults import (
     GEOMETRY,
     OPTIONS,
     TCP,
+    WAIT_S,
     B,
     Site,
     Status,
@@ -41,6 +42,8 @@ BLOCKS = 96  # on the decode node: few enough to be used up, enough for what is 
 LONG, SHORT = 4 * B + 5, 3 * B + 5
 LAYOUT = layout_of(GEOMETRY, BLOCKS)
 BLOCK_BYTES = LAYOUT.region_bytes // BLOCKS  # native: a block is one run
+FROZEN_S = 30.0
+IN_TIME_MS = 5_000  # two attempts of a node that does not answer, and a third elsewhere
 LATE = -(-LONG // B) + -(-SHORT // B)  # blocks of the two requests whose reads do not end
 
 
@@ -88,6 +91,33 @@ async def test_a_frozen_peer_writes_into_no_block_that_was_reused(hurt: Site) ->
             answered = await ask(d, asked)
             assert answered.finished.cached_tokens > 0
         await ask_remotely(d, 1)
+
+
+@scenario
+async def test_others_are_served_through_half_a_minute_of_it(hurt: Site) -> None:
+    """Each of them by its deadline, and the frozen one is asked again once it goes on."""
+    frozen, other = hurt.cluster.prefill
+    async with Client(hurt.d.address) as d:
+        await from_node(d, frozen, 5_000)
+        for pid in (frozen.pid, *descendants(frozen.pid)):
+            hurt.freeze(pid)
+        thaw_at, asked = asyncio.get_running_loop().time() + FROZEN_S, 0
+        served: set[str] = set()
+        while asyncio.get_running_loop().time() < thaw_at:
+            asked += 1
+            answered = await ask(d, prompt(SHORT, asked), deadline_ms=IN_TIME_MS)
+            served.add(answered.finished.timeline.prefill_node)
+        assert other.name in served and frozen.name not in served
+        hurt.thaw_all()
+        await from_node(d, frozen, 9_000)
+        await until_clean(d)
+
+
+async def from_node(d: Client, node: NodeProcess, salt: int) -> None:
+    """Ask until that node has prefilled one."""
+    async with asyncio.timeout(WAIT_S):
+        while (await ask(d, prompt(SHORT, salt := salt + 1))).finished.timeline.prefill_node != node.name:
+            pass
 
 
 def under_way(fetch: Status, node: NodeProcess) -> bool:
