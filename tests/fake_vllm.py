@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -43,6 +44,14 @@ def failing(status: int) -> Answer:
     return lambda _: JSONResponse({"error": {"message": "no"}}, status)
 
 
+class _Server(uvicorn.Server):
+    """It leaves signals to the tests."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class FakeVllm:
     """`asked`: the bodies it got, `headers` theirs. `answer` says what it answers; `hold` keeps answers back."""
 
@@ -63,7 +72,7 @@ class FakeVllm:
             Route("/health", lambda _: Response()),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off")
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
 
     async def __aenter__(self) -> FakeVllm:
         self._task = asyncio.ensure_future(self._server.serve([self._socket]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
@@ -74,6 +74,7 @@ def test_any_bytes_stream_to_what_they_decode_to(ids: list[int]) -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)) | st.sampled_from("👩‍👧🎉üß北 \n")))
 def test_a_text_streams_whole_and_in_whole_characters(hf: HFTokenizer, text: str) -> None:
     """A character cut in two reaches the client as two replacement characters, and no later piece can mend it."""
+    assume("<s>" not in text and "</s>" not in text)  # special tokens are not said
     said = pieces(hf, hf.encode(text))
     assert "".join(said) == text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in said)
