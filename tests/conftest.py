@@ -8,6 +8,7 @@ import pytest
 OF_DEFAULT_PORTS = ("test_bad_settings", "test_cli", "test_docs", "test_up")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.pluginmanager.hasplugin("xdist"):
         return
