@@ -33,12 +33,15 @@ demo: $(READY)
 PURE := tests/unit tests/machines tests/sim tests/wire
 
 LIVE := tests/chaos tests/fuzz tests/live
-FILES := --dist loadgroup --no-loadscope-reorder
+# their nodes look for the first free ports from the default ones on, as anybody's do: not two at once
+OF_DEFAULT_PORTS := $(addprefix tests/live/test_,bad_settings.py cli.py docs.py up.py)
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
-# decisions first; then real clusters, those of two files at a time, the longest ones first
+# decisions first; then real clusters, those of two files at a time
 test: $(READY)
 	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
-	$(BIN)/pytest -q -m "not long" -n 2 $(FILES) $(LIVE)
+	$(BIN)/pytest -q -m "not long" $(TWO_FILES) $(LIVE) $(addprefix --ignore=,$(OF_DEFAULT_PORTS))
+	$(BIN)/pytest -q -m "not long" $(OF_DEFAULT_PORTS)
 
 # what measures or waits may want the machine to itself: one cluster after the other
 check-long: $(READY)
