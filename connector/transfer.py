@@ -30,6 +30,7 @@ from .timers import Timers
 
 Peer = tuple[str, bytes]  # node, incarnation
 NS_PER_S = 1_000_000_000
+LATE_SHARE_MAX = 4  # a quarter of a pool may lie behind reads that do not end
 
 
 class ReadState(StrEnum):
@@ -141,6 +142,11 @@ class Transfers:
         if not self._late:
             return 0
         return sum(len(self._open[read].target) for reads in self._late.values() for read in reads)
+
+    def hold_too_much(self, blocks: int) -> bool:
+        """Of a pool of so many. Reads in time give theirs back by themselves, however many were given up at once; of
+        late ones only the end of our own mover proves that they write no more (R7)."""
+        return self.late_blocks() * LATE_SHARE_MAX > blocks
 
     def rows(self) -> list[dict[str, Any]]:
         """Every read that may still write, for status and ledger."""

@@ -37,7 +37,6 @@ from .scheduler import Limits, Scheduler
 
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
-LATE_SHARE_MAX = 4  # more than a quarter of the pool behind reads that do not end: the mover is ended
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -124,7 +123,7 @@ class NodeCore:
             self._drain(ev.DrainAsked(), now, out)
         if self._reads and not self.mover_up:
             self._reads_are_over(now, out)
-        if self.mover_up and not self.healing and self._late_reads_hold_too_much():
+        if self.mover_up and not self.healing and self.fetches.transfers.hold_too_much(self.config.blocks):
             self._heal(now, out)
         fetches = self.requests.admit(now)
         placed, self._placed = self._placed, []
@@ -418,10 +417,6 @@ class NodeCore:
             self._raise_epoch(now, out, pool_reset=False)
         self._reads_are_over(now, out)
         out.append(ev.RestartMover(epoch=self.epoch))
-
-    def _late_reads_hold_too_much(self) -> bool:
-        """Those that are in time give their blocks back by themselves, however many were given up at once."""
-        return self.fetches.transfers.late_blocks() * LATE_SHARE_MAX > self.config.blocks
 
     def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
         """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""

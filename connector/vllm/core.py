@@ -30,8 +30,6 @@ from .prompts import Asked, Prompts
 from .shelf import Shelf
 from .wants import Want, Wants
 
-LATE_SHARE_MAX = 4  # more than a quarter of the slab behind reads that do not end: the mover is ended
-
 Role = Literal["prefill", "decode"]
 
 
@@ -93,8 +91,7 @@ class PairCore:
             self._drain(ev.DrainAsked(), now, out)
         if self.wants.reads and not self.mover_up:
             self._reads_are_over(now, out)
-        late = self.fetches.transfers.late_blocks() * LATE_SHARE_MAX > self.config.blocks
-        if late and self.mover_up and not self.healing:
+        if self.mover_up and not self.healing and self.fetches.transfers.hold_too_much(self.config.blocks):
             self.healing = True
             self._raise_epoch(now, out)
             out.append(ev.RestartMover(epoch=self.epoch))

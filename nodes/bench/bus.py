@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -35,6 +35,8 @@ from pdbus.bus.messages import Generate, Ledger, LedgerReply, Message, Token
 from pdbus.bus.wire import Header, pack_u32
 from pdbus.nodes.bench.serve import random_model, random_prompts
 from pdbus.nodes.cluster import Cluster
+
+from .figures import p99
 
 ASK: Message = Generate(client_id="c1", tokens=pack_u32(range(64)))
 ANSWER: Message = Token(client_id="c1", request=bytes(16), index=3, tokens=pack_u32([17]), text=" word")
@@ -125,10 +127,10 @@ async def _measure(messages: int, plain: Caller, dealer: zmq.asyncio.Socket) -> 
         "rtt_us": median(typed_us),
         "pyzmq_rtt_us": median(bare_us),
         "ratio_to_pyzmq": median(typed_us) / median(bare_us),
-        "p99_us": _p99(typed_us),
-        "pyzmq_p99_us": _p99(bare_us),
-        "p99_ms_during_prefill": _p99(loaded_us) / 1e3,
-        "pyzmq_p99_ms_during_prefill": _p99(loaded_bare_us) / 1e3,
+        "p99_us": p99(typed_us),
+        "pyzmq_p99_us": p99(bare_us),
+        "p99_ms_during_prefill": p99(loaded_us) / 1e3,
+        "pyzmq_p99_ms_during_prefill": p99(loaded_bare_us) / 1e3,
         "messages_per_s": per_second,
     }
 
@@ -188,10 +190,6 @@ async def _throughput(trip: Trip, trips: int) -> float:
     began = time.perf_counter()
     await asyncio.gather(*(some() for _ in range(PIPELINED)))
     return PIPELINED * -(-trips // PIPELINED) / (time.perf_counter() - began)
-
-
-def _p99(values: list[float]) -> float:
-    return quantiles(values, n=100)[98]
 
 
 # ---------------------------------------------------------------- the other process

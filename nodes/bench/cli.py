@@ -96,7 +96,7 @@ def bench_engine(
 def bench_record(
     pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 10,
     requests: Annotated[int, typer.Option(min=2, max=100_000, metavar="K", help="Requests of a turn.")] = 200,
-    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 5.0,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """What recording costs: the same requests with and without, in turns, with the coded engine."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -29,10 +29,11 @@ from pdbus.bus.ports import free_port
 from pdbus.nodes.cluster import PORTS_FROM, PORTS_TO, Cluster
 from pdbus.nodes.node_process import NodeProcess, descendants
 
+from .figures import cpu_seconds, p99
+
 TURN_S = 3.0
 EVERY_S = 0.005  # a round trip: often enough to meet a delay, too seldom to be a load
 ANSWER_S = 5.0
-TICKS = os.sysconf("SC_CLK_TCK")  # of CPU time, a second
 
 
 def run(clients: int = 16, step_ms: float = 20.0, turns: int = 5) -> dict[str, Any]:
@@ -93,14 +94,14 @@ class Way:
         self._url, self._pid, self._clients = url, pid, clients
 
     async def turn(self, bus: Bus) -> None:
-        cpu_s, began = _cpu_s(self._pid), time.perf_counter()
+        cpu_s, began = cpu_seconds(self._pid), time.perf_counter()
         async with _busy(self._url, self._clients) as process:
             self.trips += await bus.trips()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
             tokens, failed = map(int, (await process.stdout.readline()).split())
         self.wall_s += time.perf_counter() - began
-        self.cpu_s += _cpu_s(self._pid) - cpu_s
+        self.cpu_s += cpu_seconds(self._pid) - cpu_s
         self.tokens += tokens
         self.failed += failed
 
@@ -130,29 +131,19 @@ def _http_pid(node: NodeProcess) -> int:
     raise Broken(f"{node.name} has no HTTP process")
 
 
-def _cpu_s(pid: int) -> float:
-    """Of a process, in user and system mode (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 def _summary(clients: int, quiet: list[float], ways: list[Way]) -> dict[str, Any]:
     said: dict[str, Any] = {
         "clients": clients,
         "quiet_p50_ms": median(quiet),
-        "quiet_p99_ms": _p99(quiet),
+        "quiet_p99_ms": p99(quiet),
         "failed": sum(way.failed for way in ways),
     }
     for way in ways:
         said |= {
             f"{way.name}_p50_ms": median(way.trips),
-            f"{way.name}_p99_ms": _p99(way.trips),
-            f"{way.name}_moved_p99_ms": _p99(way.trips) - _p99(quiet),
+            f"{way.name}_p99_ms": p99(way.trips),
+            f"{way.name}_moved_p99_ms": p99(way.trips) - p99(quiet),
             f"{way.name}_tokens_per_s": way.tokens / way.wall_s,
             f"{way.name}_tokens_per_core_s": way.tokens / way.cpu_s,
         }
     return said
-
-
-def _p99(took_ms: list[float]) -> float:
-    return quantiles(took_ms, n=100)[98]

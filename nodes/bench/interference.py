@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from rich.progress import Progress
@@ -20,6 +20,7 @@ from rich.progress import Progress
 from pdbus.bus.client import Client
 from pdbus.nodes.cluster import Cluster
 
+from .figures import p99
 from .serve import random_prompts
 
 ANSWERS, ANSWER_TOKENS, ANSWER_PROMPT_TOKENS = 4, 200, 64
@@ -95,7 +96,7 @@ class Side:
         return [time.perf_counter() async for _ in generation]
 
     def summary(self) -> dict[str, Any]:
-        idle, during = (_p99(gaps) for gaps in (self._idle_ms, self._during_ms))
+        idle, during = (p99(gaps) for gaps in (self._idle_ms, self._during_ms))
         return {
             f"{self._name}_long_prompts": self._arrived,
             f"{self._name}_idle_p50_ms": median(self._idle_ms),
@@ -104,7 +105,3 @@ class Side:
             f"{self._name}_during_p99_ms": during,
             f"{self._name}_ratio": during / idle,
         }
-
-
-def _p99(gaps_ms: list[float]) -> float:
-    return quantiles(gaps_ms, n=100)[98]

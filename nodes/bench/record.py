@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 from rich.progress import Progress
@@ -18,13 +17,13 @@ from pdbus.bus.client import Client
 from pdbus.nodes.cluster import Cluster
 from pdbus.nodes.node_process import descendants
 
+from .figures import cpu_seconds, p99
 from .serve import random_prompts
 
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 32
 AT_ONCE = 16
 REST_S = 0.5  # before each turn: neither shall start on a core that the other has just heated
 WARM_UP_REQUESTS = 32
-USER, SYSTEM = 11, 12  # of the fields after the name in /proc/PID/stat
 
 
 class Turn(NamedTuple):
@@ -39,11 +38,11 @@ class Turn(NamedTuple):
 Side = tuple[Client, Cluster]  # who asks, and whose CPU time counts
 
 
-def run(pairs: int = 10, requests: int = 200, step_ms: float = 5.0) -> dict[str, Any]:
-    """Turns of `requests` each, with the coded engine, whose steps take `step_ms`: as on a fast device by default; with
-    none, control is all that there is to slow down. `throughput_cost` is the median over
-    the pairs of turns of what recording takes from tokens a second, as a share; `cpu_cost` of what it adds to the
-    nodes' CPU time, which says more on a busy machine. Percentiles are over all requests."""
+def run(pairs: int = 10, requests: int = 200, step_ms: float = 0.0) -> dict[str, Any]:
+    """Turns of `requests` each, with the coded engine, whose steps take `step_ms`: with none, control is all that there
+    is to slow down. `throughput_cost` is the median over the pairs of turns of what recording takes from tokens a
+    second, as a share; `cpu_cost` of what it adds to the nodes' CPU time, which says more on a busy machine.
+    Percentiles are over all requests."""
     return asyncio.run(_run(pairs, requests, step_ms))
 
 
@@ -88,19 +87,17 @@ async def _turn(client: Client, cluster: Cluster, requests: int, seed: int) -> T
             ended = time.perf_counter()
         timed.append(((ended - began) * 1e3, (first - began) * 1e3, len(generation.tokens)))
 
-    began, cpu_s = time.perf_counter(), cpu_seconds(cluster)
+    began, cpu_s = time.perf_counter(), _cpu_seconds(cluster)
     await asyncio.gather(*map(ask, random_prompts(requests, PROMPT_TOKENS, seed)))
     took_s = time.perf_counter() - began
     tokens = sum(count for *_, count in timed)
-    cpu_us = (cpu_seconds(cluster) - cpu_s) / tokens * 1e6
+    cpu_us = (_cpu_seconds(cluster) - cpu_s) / tokens * 1e6
     return Turn(tokens / took_s, cpu_us, [t[0] for t in timed], [t[1] for t in timed])
 
 
-def cpu_seconds(cluster: Cluster) -> float:
+def _cpu_seconds(cluster: Cluster) -> float:
     """What all processes of the nodes have used so far."""
-    pids = [pid for node in cluster.nodes for pid in (node.pid, *descendants(node.pid))]
-    stats = (Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split() for pid in pids)
-    return sum(int(stat[USER]) + int(stat[SYSTEM]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_seconds(pid) for node in cluster.nodes for pid in (node.pid, *descendants(node.pid)))
 
 
 def _summary(turns: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
@@ -131,5 +128,5 @@ def _latencies(prefix: str, turns: Sequence[Turn]) -> dict[str, float]:
     for name in ("requests_ms", "ttft_ms"):
         values = [value for turn in turns for value in getattr(turn, name)]
         found[f"{prefix}{name.removeprefix('requests_')}_p50"] = median(values)
-        found[f"{prefix}{name.removeprefix('requests_')}_p99"] = quantiles(values, n=100)[98]
+        found[f"{prefix}{name.removeprefix('requests_')}_p99"] = p99(values)
     return found

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from pdbus.nodes.cluster import Cluster, Options
 from pdbus.nodes.replay.rerun import recorded
 from pdbus.nodes.replay.turns import Hole, turns_of
 
+from .figures import p99
 from .serve import random_prompts
 
 BLOCK_TOKENS = 16
@@ -149,8 +150,7 @@ def _summary(alone: Sequence[Gap], beside: Sequence[Gap], reads: Sequence[LongRe
     }
     for name, gaps in (("alone", alone), ("during", during)):
         took_ms = [(gap.after_ns - gap.before_ns) / 1e6 for gap in gaps]
-        p99 = quantiles(took_ms, n=100)[98]
-        figures |= {f"{name}_gaps": len(gaps), f"{name}_p50_ms": median(took_ms), f"{name}_p99_ms": p99}
+        figures |= {f"{name}_gaps": len(gaps), f"{name}_p50_ms": median(took_ms), f"{name}_p99_ms": p99(took_ms)}
         figures[f"{name}_max_ms"] = max(took_ms)
     figures["p99_ratio"] = figures["during_p99_ms"] / figures["alone_p99_ms"]
     return figures

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -18,7 +17,7 @@ from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
 
 from .answer import Chat, Completion
 from .bearer import Bearer
-from .errors import JSON, on_bug, on_gone, on_http_error, on_pd_error
+from .errors import HANDLERS, JSON
 from .keys import HttpKeys
 from .metrics import CONTENT_TYPE, HttpMetrics, Measured
 from .peers import Info, PrefillEndpoints
@@ -148,10 +147,5 @@ def create_app(
             Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes)),
             *([Middleware(Bearer, keys=keys, more=open_paths)] if keys is not None else []),
         ],
-        exception_handlers={
-            PdError: on_pd_error,
-            HTTPException: on_http_error,
-            ClientDisconnect: on_gone,
-            Exception: on_bug,
-        },
+        exception_handlers=HANDLERS,
     )

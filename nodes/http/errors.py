@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pdbus.bus import wire
@@ -92,6 +93,14 @@ async def on_bug(_: Request, error: Exception) -> Response:
 async def on_gone(_: Request, __: Exception) -> Response:
     """The client left while it sent its request: nobody reads this."""
     return Response(status_code=400)
+
+
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    PdError: on_pd_error,
+    HTTPException: on_http_error,
+    ClientDisconnect: on_gone,
+    Exception: on_bug,
+}  # of every app
 
 
 def good_end(finished: Finished | None) -> Finished:

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 
 import httpx
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from pdbus.bus.errors import Broken, PdError, RequestError
+from pdbus.bus.errors import Broken, RequestError
 from pdbus.nodes.http.bearer import Bearer
-from pdbus.nodes.http.errors import JSON, error_object, on_bug, on_gone, on_http_error, on_pd_error
+from pdbus.nodes.http.errors import HANDLERS, JSON, error_object
 from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.stream import read_body
 
@@ -194,12 +193,7 @@ def app_of(front: Front, keys: HttpKeys | None = None) -> Starlette:
             Route("/health", front.ready),
         ],
         middleware=[Middleware(Bearer, keys=keys)] if keys is not None else [],
-        exception_handlers={
-            PdError: on_pd_error,
-            HTTPException: on_http_error,
-            ClientDisconnect: on_gone,
-            Exception: on_bug,
-        },
+        exception_handlers=HANDLERS,
     )
 
 
