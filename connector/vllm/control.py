@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from pdbus import __version__
@@ -32,12 +33,14 @@ from ..layout import layout_of, rank_block_bytes
 from ..managed import Managed, agent_of
 from ..process import Exit
 from ..readable import unreadable
+from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
 from ..slab import Slab
 from .copies import SlabAt
 from .core import PairConfig, PairCore
 from .events import EngineEvent
 from .model import KvShape
+from .recording import recorder
 from .settings import MIB, WHERE, Settings
 from .wants import Want
 
@@ -73,6 +76,7 @@ class Control:
         self._incarnation = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._core: PairCore | None = None  # None: not started, or over
+        self._recorder: TurnRecorder | None = None
         self._effects: deque[ev.NodeEffect] = deque()
         self._draining = False
         self._bound = threading.Event()
@@ -105,7 +109,7 @@ class Control:
             if self._core is None:
                 return
             try:
-                self._effects.extend(self._core.handle(event, time.monotonic_ns()))
+                self._effects.extend(self._turn(self._core, event, time.monotonic_ns()))
             except Exception as e:
                 self._core = None
                 self._problem = e
@@ -115,6 +119,10 @@ class Control:
         else:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
                 self._loop.call_soon_threadsafe(self._drain)
+
+    def _turn(self, core: PairCore, event: ev.NodeEvent | EngineEvent, now: int) -> list[ev.NodeEffect]:
+        recorder = self._recorder
+        return core.handle(event, now) if recorder is None else recorder.record(core.handle, event, now)
 
     def prompt_blocks(self, request: str) -> tuple[int, ...]:
         with self._lock:
@@ -142,6 +150,8 @@ class Control:
         finally:
             with self._lock:
                 self._core = None
+            if self._recorder is not None:
+                self._recorder.close()
             self._bound.set()
             self._slab.close()
 
@@ -158,8 +168,7 @@ class Control:
         try:
             self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
             events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
-            with self._lock:
-                self._core = PairCore(self._pair_config(), Membership(self._membership(address, events), unreadable))
+            self._make_core(self._pair_config(), self._membership(address, events))
             await self._start_mover(1)
             for join in self._settings.join:
                 self.tell(ev.JoinAsked(address=join))
@@ -175,6 +184,14 @@ class Control:
             self._publisher.close()
             self._endpoint.close(linger_ms=FLUSH_MS)
             directory.close()
+
+    def _make_core(self, config: PairConfig, membership: MembershipConfig) -> None:
+        if self._settings.record:
+            folder = Path(self._settings.record).expanduser()
+            self._recorder = recorder(folder, config, membership, setting=f"{WHERE}.record")
+            log.info("everything heard and decided is recorded to %s", self._recorder.path)
+        with self._lock:
+            self._core = PairCore(config, Membership(membership, unreadable))
 
     def _pair_config(self) -> PairConfig:
         s = self._settings

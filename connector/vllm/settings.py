@@ -28,6 +28,7 @@ class Settings(Declared):
     fetch_s: float = 120.0  # all of a fetch, the prefill included; then the prompt is computed on the decode server
     lease_s: float = 30.0
     fingerprint: str = ""
+    record: str = ""  # a folder; everything heard and decided is appended to files there
 
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -37,7 +38,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "fetch_s": (0.1, 3600),
     "lease_s": (1, 3600),
 }
-TEXTS = ("name", "listen", "fingerprint")
+TEXTS = ("name", "listen", "fingerprint", "record")
 
 
 def settings_of(
