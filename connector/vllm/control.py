@@ -30,7 +30,7 @@ from .. import ipc
 from ..handoff import HandoffConfig
 from ..layout import layout_of, rank_block_bytes
 from ..managed import Managed, agent_of
-from ..process import Exit
+from ..process import Exit, nixl_environment
 from ..readable import unreadable
 from ..run_directory import RunDirectory
 from ..slab import Slab
@@ -247,6 +247,7 @@ class Control:
         return Managed(
             "pdbus.connector.mover", args, ipc.FromMover, ipc.StopMover(), directory=directory.path,
             on_message=self._on_mover, on_exit=self._on_mover_exit,
+            environment=nixl_environment(self._settings.listen),
         )  # fmt: skip
 
     async def _start_mover(self, epoch: int) -> None:

@@ -67,8 +67,8 @@ def run(prompt_tokens: int = 100_000, step_ms: float = 20.0, turns: int = 10) ->
 async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]:
     needed = -(-prompt_tokens // BLOCK_TOKENS) + ANSWERS_BLOCKS
     options: dict[str, str | int | float | bool] = {
-        "engine": "coded", "coded_layers": 8, "coded_vocab": 4096, "kv_blocks": POOL * needed, "block_size": BLOCK_TOKENS,
-        "max_model_len": prompt_tokens + ANSWER_TOKENS,
+        "engine": "coded", "coded_layers": 8, "coded_vocab": 4096, "block_size": BLOCK_TOKENS,
+        "kv_blocks": POOL * needed, "max_model_len": prompt_tokens + ANSWER_TOKENS,
     }  # fmt: skip
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
