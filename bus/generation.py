@@ -220,7 +220,7 @@ def _token_bytes(prompt: Any) -> bytes:
     try:
         if isinstance(prompt, bytes | bytearray | memoryview | Mapping):
             raise TypeError("no list")
-        if any(isinstance(token, bool) for token in prompt):
+        if bool in set(map(type, prompt)):
             raise TypeError("true and false are no ids")
         return wire.pack_u32(prompt)
     except (TypeError, OverflowError):

@@ -327,6 +327,7 @@ class Intake:
                 "max_model_len": control.setup.max_model_len,
                 "vocab_size": control.setup.vocab_size,
                 "block_size": control.setup.geometry.block_size,
+                "block_bytes": control.setup.geometry.block_bytes,
                 "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
@@ -338,7 +339,7 @@ class Intake:
                     {"worker": worker, "mover": mover}
                     for worker, mover in zip(control.worker.pids, control.mover.pids, strict=True)
                 ],
-                "peers": report.peers(core),
+                "peers": report.peers(core, now),
                 "leases": core.offers.rows(),
                 "reads": core.fetches.rows(),
                 "requests": report.requests(core, now),

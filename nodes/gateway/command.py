@@ -20,6 +20,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
+from pdbus.connector.process import keep_what_is_loaded
 from pdbus.nodes.config import node_name, not_insecure
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.errors import JSON
@@ -41,13 +42,14 @@ log = logging.getLogger("pdbus.gateway")
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """What the user chose. `http` is HOST:PORT; `http_asked`: it was given, so that a taken port is an error."""
+    """What the user chose. `http` is HOST:PORT; `asked`: the options that were given, by parameter. One that cannot be had
+    is an error then, where a default would give way."""
 
     join: tuple[str, ...]
     decoders: tuple[Endpoint, ...]
     prefillers: tuple[Endpoint, ...]
     http: str
-    http_asked: bool
+    asked: frozenset[str]
     keys: str
     http_keys: str
     tls: Tls
@@ -70,7 +72,9 @@ def run_gateway(config: GatewayConfig) -> int:
     keyring = client_keyring(config.keys, setting="--keys") if config.keys else None
     http_keys = HttpKeys(config.http_keys) if config.http_keys else None
     config.tls.check()
-    listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
+    listening = listen(
+        at.host, at.port, search="http" not in config.asked, host_setting="--http", port_setting="--http"
+    )
     name = config.name or f"gateway-{os.urandom(2).hex()}"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
     if config.vllm:
@@ -108,6 +112,10 @@ def _check_vllm(config: GatewayConfig) -> None:
     for option, given in (("--join", config.join), ("--keys", config.keys), ("--record", config.record)):
         if given:
             raise ConfigError(option, "is for nodes of pdbus: leave it away with --vllm")
+    if "policy" in config.asked:
+        raise ConfigError("--policy", "is for nodes of pdbus: vLLM servers take turns, leave it away with --vllm")
+    if "queue" in config.asked:
+        raise ConfigError("--queue", "is for nodes of pdbus: vLLM servers queue themselves, leave it away with --vllm")
     if not config.decoders:
         raise ConfigError("--decoder-port", "is needed: where vLLM's decode server answers HTTP")
     if not config.prefillers:
@@ -139,6 +147,7 @@ async def _run(
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
             app = app_of(gateway, url, http_keys)
+            keep_what_is_loaded()
             signals = (signal.SIGTERM, signal.SIGINT)
             serving = asyncio.ensure_future(serve_app(app, listening, grace_s=DRAIN_S, signals=signals, tls=config.tls))
             await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)

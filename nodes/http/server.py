@@ -29,6 +29,7 @@ from pdbus.bus.errors import PdError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.keyring import Keyring
 from pdbus.connector.channel import end_with_parent
+from pdbus.connector.process import keep_what_is_loaded
 
 from .app import create_app
 from .keys import HttpKeys
@@ -132,6 +133,7 @@ async def serve(args: HttpArgs) -> None:
     tls = Tls(args.tls_cert, args.tls_key).check()  # again: the files may have changed since the node started
     async with Client(args.bus, keys=_keyring(args)) as client:
         app = create_app(OneNode(client), http=args.url, keys=keys)
+        keep_what_is_loaded()
         await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=tls)
 
 
