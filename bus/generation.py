@@ -179,7 +179,13 @@ class Generation:
 
 
 def generate_message(
-    client_id: str, prompt: Prompt, model: str, sampling: Sampling, deadline_ms: int, credit: int
+    client_id: str,
+    prompt: Prompt,
+    model: str,
+    sampling: Sampling,
+    deadline_ms: int,
+    credit: int,
+    traceparent: str = "",
 ) -> Generate:
     """Raises RequestError, naming the parameter, for what no node would take."""
     text = messages = tokens = tools = None
@@ -202,6 +208,7 @@ def generate_message(
             sampling=sampling,
             deadline_ms=deadline_ms,
             credit=credit,
+            traceparent=traceparent,
         )
     )
 
