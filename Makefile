@@ -2,7 +2,8 @@
 # make test    everything CI tests, in under 10 minutes on two cores
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-long chaos fuzz soak bench lint audit check-wheel vllm test-vllm clean
+.PHONY: help setup demo test check-long check-gpu check-ipex chaos fuzz soak bench lint audit check-wheel vllm test-vllm \
+  clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -14,7 +15,8 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
-	@echo "make setup | demo | test | check-long | chaos | fuzz | soak | bench | lint | audit | check-wheel | vllm | test-vllm | clean"
+	@echo "make setup | demo | test | check-long | check-gpu | check-ipex | chaos | fuzz | soak | bench | lint | audit |"
+	@echo "  check-wheel | vllm | test-vllm | clean"
 
 setup: $(READY)
 
@@ -47,6 +49,22 @@ test: $(READY)
 check-long: $(READY)
 	$(BIN)/pytest -q -n 2 $(PURE)
 	$(BIN)/pytest -q $(LIVE)
+
+# on a machine with a CUDA or XPU device, under 4 minutes; elsewhere it says what is missing
+check-gpu: $(READY)
+	$(BIN)/pytest -q -s -rs tests/gpu
+
+# the engine's tests beside intel-extension-for-pytorch, in an environment of its own (several GB)
+IPEX := .venv-ipex
+
+check-ipex: $(IPEX)/.ready
+	$(IPEX)/bin/python -m pytest -q $(addprefix tests/unit/test_,torch_device.py torch_engine.py sampling.py linear.py)
+
+$(IPEX)/.ready: pyproject.toml
+	@echo "installing pdbus, torch 2.8 and intel-extension-for-pytorch into $(IPEX): some minutes"
+	@[ -x $(IPEX)/bin/pip ] || $(PYTHON) -m venv $(IPEX)
+	@$(IPEX)/bin/pip install -qq -e '.[ipex]' pytest pytest-timeout 'transformers>=4.50'
+	@touch $@
 
 # kills, freezes, cuts and full disks at every step of a hand-off, on two clusters at a time
 FAULTS ?= 520
@@ -103,5 +121,5 @@ check-wheel: $(READY)
 	$(BIN)/python .ci/check_wheel.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(IPEX) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

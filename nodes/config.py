@@ -250,8 +250,10 @@ SETTINGS: tuple[Setting, ...] = (
             "draft layer expects, on both nodes of a pair."),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
-    Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"), "device",
-            "Where NIXL reads and writes KV. device: where it is computed; cpu: in a mirror in host memory, as large."),
+    Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"),
+            lambda c, host: "device" if c["device"] == "cpu" else "cpu",
+            "Where NIXL reads and writes KV. device: where it is computed; cpu: in a mirror in host memory, as large.",
+            "device on cpu, else cpu"),
     Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
             "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
     Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
@@ -455,8 +457,14 @@ def _check_http(c: Chosen, given: _Given) -> None:
 
 
 def _check_device(c: Chosen, given: _Given) -> None:
-    if c["device"] == "fake" and c["kv_buffer_device"] == "device":
-        raise given.error("NIXL cannot address the memory of fake: give --kv-buffer-device cpu", "device")
+    device, ranks = c["device"], c["tp"]
+    if device != "cpu" and c["kv_buffer_device"] == "device":
+        raise given.error(f"NIXL cannot address the memory of {device} here: give cpu", "kv_buffer_device", "device")
+    if not _is_cpu(c) and c["engine"] == "coded":
+        raise given.error("the coded engine computes on the CPU: give cpu or fake", "device")
+    if ":" in device and ranks > 1:
+        kind = device.partition(":")[0]
+        raise given.error(f"{device} is one device for {ranks} ranks: give {kind}, and each takes its own", "device")
 
 
 def _check_model(c: Chosen, given: _Given) -> None:

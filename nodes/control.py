@@ -20,11 +20,13 @@ import uvloop
 
 from pdbus.bus.endpoint import Received
 from pdbus.bus.errors import Broken, ConfigError
+from pdbus.bus.keyring import Keyring
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
 from pdbus.bus.wire import decode, encode, pack_u32, replace
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoversReady
+from pdbus.connector.key_watch import KeyWatch
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
@@ -38,7 +40,6 @@ from .children import HttpServer
 from .config import NodeConfig
 from .core import NodeCore
 from .intake import Intake
-from .key_watch import KeyWatch
 from .kv_checks import wrong_digest
 from .logs import set_up_logs
 from .machine_config import core_config, membership_config
@@ -106,7 +107,7 @@ class Control:
         self.spans = NodeSpans(tracer, config.name, setup.model) if tracer is not None else None
         self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
-        self._keys = KeyWatch(self, self.endpoint.keyring) if self.endpoint.keyring is not None else None
+        self._keys = self._key_watch(self.endpoint.keyring) if self.endpoint.keyring is not None else None
         self._http = HttpServer(config, self.address, self.endpoint.public) if config.http_port else None
         of_core = core_config(config, setup, self.incarnation)
         of_membership = membership_config(
@@ -133,6 +134,12 @@ class Control:
         self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
         self.mover = movers(setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
 
+    def _key_watch(self, keyring: Keyring) -> KeyWatch:
+        return KeyWatch(
+            keyring, self.endpoint, self.publisher, peer=lambda name: self.core.peers.get(name), tell=self.post,
+            gone=lambda link: self.post(ev.ClientGone(link=link)),
+        )  # fmt: skip
+
     # ------------------------------------------------------------ life
 
     async def run(self) -> int:
@@ -153,7 +160,7 @@ class Control:
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))
         if self._keys is not None:
-            self._keys.start()
+            self._keys.start(self.address)
         keep_what_is_loaded()
         serving = self._loop.create_task(self.endpoint.serve())
         serving.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))

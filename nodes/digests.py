@@ -19,7 +19,7 @@ from pdbus.bus.messages import KVLayout
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import StepRow
 
-from .kv_view import view_of
+from .kv_view import on_host, view_of
 
 
 @dataclass
@@ -73,7 +73,9 @@ class KvDigests:
         """By layer, of tokens `low` to `high`."""
         own = self._layout.block_size
         pieces = [
-            self._view[blocks[place - first], :, :, :, max(low - place * own, 0) : min(high - place * own, own)]
+            on_host(
+                self._view[blocks[place - first], :, :, :, max(low - place * own, 0) : min(high - place * own, own)]
+            )
             for place in range(low // own, (high - 1) // own + 1)
         ]
         rows = np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=3))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import Declared, replace
@@ -10,9 +13,11 @@ from pdbus.connector.layout import geometry_for, layout_of, rank_block_bytes
 from pdbus.connector.scratch import scratch_bytes
 
 from .config import NodeConfig
+from .engines.ipex import check_ipex
 from .extras import need_node
 
 BLOCKS_MAX = (1 << 32) - 1  # block ids travel as u32
+DEVICE_WAIT_S = 120  # a driver that has not been used since the machine's start takes its time
 CODED_MODEL_LEN = 32_768  # tokens; its own limit is that of memory and patience
 
 
@@ -33,10 +38,33 @@ def set_up(config: NodeConfig) -> Setup:
 
     First whether a node can compute here at all: it must not be after a download that the user learns that not.
     """
-    if config.device not in ("cpu", "fake"):
-        raise ConfigError("--device", f"{config.device!r} is not supported in this version; give cpu")
     need_node("--engine", config.engine)
+    if config.engine == "torch":
+        check_ipex()
+    if config.device not in ("cpu", "fake"):
+        _check_there(device_of_rank(config, config.tp - 1))
     return _coded(config) if config.engine == "coded" else _torch(config)
+
+
+def _check_there(device: str) -> None:
+    """Raises ConfigError as torch_device.py, asked in a process of its own, does."""
+    asked = [sys.executable, "-P", "-m", "pdbus.nodes.engines.torch_device", device]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=DEVICE_WAIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError("--device", f"{device} has not answered for {DEVICE_WAIT_S} s: is its driver well?") from None
+    if done.returncode:
+        said = [line for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if line.strip()]
+        setting, _, problem = (said or [""])[-1].partition(": ")
+        if done.returncode == 2 and problem:
+            raise ConfigError(setting, problem)
+        raise ConfigError("--device", f"asking for {device} ended with status {done.returncode}: {' '.join(said[-1:])}")
+
+
+def device_of_rank(config: NodeConfig, rank: int) -> str:
+    """Each rank has a device of its own; on a CPU, cores of one."""
+    alone = config.tp == 1 or config.device in ("cpu", "fake")
+    return config.device if alone else f"{config.device}:{rank}"
 
 
 def _coded(config: NodeConfig) -> Setup:
@@ -135,7 +163,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         rank=rank,
         threads=config.threads,
         cpus=config.cpus,
-        device=config.device,
+        device=device_of_rank(config, rank),
         staged=config.kv_buffer_device == "cpu",
         dtype=config.dtype,
         weights=config.weights,

@@ -50,6 +50,7 @@ from pdbus.nodes.engines import Engine
 if TYPE_CHECKING:  # it imports numpy, whose threads start with it
     from pdbus.nodes.copier import Copier
     from pdbus.nodes.digests import KvDigests
+    from pdbus.nodes.engines.device import Device
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEPT_FREE_BYTES = 64 << 20  # a step's largest tensors, together, stay below
@@ -63,6 +64,7 @@ class Tools:
     """What a worker works with."""
 
     engine: Engine
+    device: Device
     computed: KvDigests  # of KV where steps compute
     read: KvDigests  # of KV where reads land
     copier: Copier | None  # where these are two memories
@@ -101,12 +103,14 @@ def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Tools:
     began = time.monotonic_ns()
     pin(args.cpus)
     from pdbus.nodes.digests import KvDigests
+    from pdbus.nodes.engines.device import device_of
 
+    device = device_of(args.device)
     slab = Slab.open(args.slab_path, args.slab_bytes)
     layout = layout_of(args.geometry, args.blocks, args.rank)
-    memory, copier = device_memory(args, slab, layout, channel) if args.staged else (slab.memory, None)
+    memory, copier = device_memory(device, slab, layout, channel) if args.staged else (slab.memory, None)
     engine = make_engine(args, memory)
-    tools = Tools(engine, KvDigests(memory, layout), KvDigests(slab.memory, layout), copier)
+    tools = Tools(engine, device, KvDigests(memory, layout), KvDigests(slab.memory, layout), copier)
     keep_freed_memory()
     engine.warm_up()
     keep_what_is_loaded()
@@ -114,14 +118,10 @@ def load(args: WorkerArgs, channel: ChildChannel[ToWorker]) -> Tools:
     return tools
 
 
-def device_memory(
-    args: WorkerArgs, slab: Slab, layout: KVLayout, channel: ChildChannel[ToWorker]
-) -> tuple[memoryview, Copier]:
+def device_memory(device: Device, slab: Slab, layout: KVLayout, channel: ChildChannel[ToWorker]) -> tuple[Any, Copier]:
     """Memory of the device's own, of which the slab becomes the mirror."""
     from pdbus.nodes.copier import Copier
-    from pdbus.nodes.engines.device import device_of
 
-    device = device_of(args.device)
     device.pin(slab.memory)
     memory = device.allocate(layout.region_bytes)
     return memory, Copier(device, memory, slab.memory, layout, channel.send)
@@ -157,8 +157,10 @@ def make_engine(args: WorkerArgs, memory: Any) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
+        from pdbus.nodes.engines.ipex import load_ipex
         from pdbus.nodes.engines.torch_engine import TorchEngine
 
+        load_ipex()
         return TorchEngine(args, memory)
     raise ConfigError("--engine", f"{args.engine!r} is neither torch nor coded")
 
@@ -212,6 +214,7 @@ def _step(tools: Tools, step: Step) -> StepDone:
     began = time.monotonic_ns()
     with tools.copier.beside_step() if tools.copier else contextlib.nullcontext():
         rows = tools.engine.step(step.rows)
+        tools.device.settle()
     if made := tools.computed.stepped(step.rows):
         rows = [replace(row, digests=made.get(row.seq, b"")) for row in rows]
     return StepDone(step=step.step, rows=tuple(rows), compute_ns=time.monotonic_ns() - began)

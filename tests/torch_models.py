@@ -45,7 +45,8 @@ def load(model: str | Path, *, blocks: int = 64, dtype: str = "float32", **optio
     c = resolved.config
     drafting = options.get("speculate_method") == "mtp"
     geometry = geometry_for(c.layers + drafting, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
-    memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"))
+    device = options.get("device", "cpu")
+    memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"), device=device)
     args = WorkerArgs(
         endpoint="", slab_path="", slab_bytes=blocks * geometry.block_bytes, blocks=blocks, geometry=geometry,
         engine="torch", model=resolved.folder, dtype=dtype, **options,

@@ -81,7 +81,7 @@ def cores(count: int, variables: dict[str, str]) -> Finding:
 
 def accelerators(devices: list[str]) -> Finding:
     if devices:
-        return warning("accelerators", ", ".join(devices), "none yet: nodes compute on the CPU (--device cpu)")
+        return warning("accelerators", ", ".join(devices), "--device cpu is what is tested; cuda, xpu are not")
     return ok("accelerators", "none: nodes compute on the CPU")
 
 

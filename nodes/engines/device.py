@@ -1,12 +1,13 @@
-"""A device as staging sees it: memory that NIXL cannot address, and copies between it and host memory.
+"""A device as a worker sees it: memory to compute in, steps that go on after they were begun, and, where NIXL cannot
+address that memory, copies between it and host memory.
 
 Copies are asynchronous: `copy` begins one and returns, and what it returns proves nothing. An event tells how far a
 queue of the device has come: its `wait` may make another queue wait and not the caller, its `query` may be early. So
 only `fence` is trusted, which keeps the caller until every copy begun before has taken place (`synchronize` of the
 stream that copies, where PyTorch drives the device). What is announced to a reader, or computed upon, comes after one.
 
-`FakeDevice` is a device on which everything that could go wrong does: copies take place late, in a thread of its own,
-over garbage, and its events lie.
+`Cpu` needs none of it. `Cuda` and `Xpu` stand in torch_device.py. `FakeDevice` is a device on which everything that
+could go wrong does: copies take place late, in a thread of its own, over garbage, and its events lie.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.connector.slab import MADV_POPULATE_WRITE
 from pdbus.nodes.kv_view import Bytes
 
-DEVICES = ("cpu", "fake")
+DEVICES = ("cpu", "cuda", "xpu", "fake")
 GARBAGE = 0xB5
 LATE_S = 0.002  # each copy of the fake; long enough for a step or a read to come first
 
@@ -39,17 +40,17 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """One device. Arrays are KV memory as kv_view.py shows it, block outermost."""
+    """One device. `source` and `target` are KV memory as kv_view.py shows it, block outermost."""
 
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Memory of the device, of whatever content."""
+    def allocate(self, size_bytes: int) -> Any:
+        """Memory of the device, of whatever content: a buffer or a tensor of bytes."""
         ...
 
     def pin(self, memory: memoryview) -> None:
         """Prepare host memory for copies."""
         ...
 
-    def copy(self, source: Bytes, target: Bytes) -> Event:
+    def copy(self, source: Any, target: Any) -> Event:
         """Begin to copy. It takes place after the steps and copies begun before, and beside the steps begun later."""
         ...
 
@@ -57,11 +58,20 @@ class Device(Protocol):
         """Wait until every copy begun before has taken place."""
         ...
 
+    def settle(self) -> None:
+        """Wait until every step begun before has taken place: called by the thread that steps."""
+        ...
+
 
 def device_of(name: str) -> Device:
-    """Raises ConfigError naming `--device`."""
-    if name not in DEVICES:
+    """Raises ConfigError naming `--device`. Only `cuda` and `xpu` import torch."""
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
         raise ConfigError("--device", f"{name!r} is none of {', '.join(DEVICES)}")
+    if kind in ("cuda", "xpu"):
+        from .torch_device import torch_device
+
+        return torch_device(name)
     return FakeDevice() if name == "fake" else Cpu()
 
 
@@ -94,6 +104,9 @@ class Cpu:
         return Done()
 
     def fence(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
 

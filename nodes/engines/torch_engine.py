@@ -29,6 +29,7 @@ from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
 from .sampling import Draw, Drawn, sample, scored
+from .torch_device import KINDS, check_there, check_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a CPU must have for a type to be worth it; without, PyTorch emulates it (bfloat16 was 24 times slower).
@@ -363,10 +364,11 @@ def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
     if args.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
     kind = "cpu" if args.device == "fake" else args.device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError("--device", f"{args.device!r} is not supported; use cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", "no CUDA device is available to this PyTorch")
+    if kind in KINDS:
+        check_there(args.device, getattr(torch, kind))
+        check_type(args.device, getattr(torch, kind), args.dtype)
+    elif kind != "cpu":
+        raise ConfigError("--device", f"{args.device!r} is not supported; use cpu, {' or '.join(KINDS)}")
     if args.deterministic and (kind, args.dtype) != ("cpu", "float32"):
         raise ConfigError("--deterministic", "needs --device cpu and --dtype float32")
     if kind == "cpu" and not _cpu_has(CPU_NEEDS.get(args.dtype)):

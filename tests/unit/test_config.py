@@ -50,10 +50,11 @@ def test_defaults() -> None:
 
 
 def test_defaults_follow_the_device_the_batch_and_the_machine() -> None:
-    on_gpu = coded(device="cuda:1")
-    assert (on_gpu.block_size, on_gpu.dtype) == (64, "bfloat16")
-    made_up = coded(device="fake", kv_buffer_device="cpu")
-    assert (made_up.block_size, made_up.dtype) == (16, "float32")
+    on_gpu = load({"model": "/", "device": "cuda:1"}, host=HOST)
+    assert (on_gpu.block_size, on_gpu.dtype, on_gpu.kv_buffer_device) == (64, "bfloat16", "cpu")
+    made_up = coded(device="fake")
+    assert (made_up.block_size, made_up.dtype, made_up.kv_buffer_device) == (16, "float32", "cpu")
+    assert coded().kv_buffer_device == "device"
     small = coded(max_batch_tokens="32")
     assert (small.prefill_chunk, small.max_running) == (32, 32)
     assert coded(cpus="1,2").threads == 2
@@ -175,7 +176,13 @@ def test_another_machine_may_connect_when_told_so() -> None:
         ({"engine": "torch"}, "--model", "a folder with config.json"),
         ({"engine": "torch", "model": "/nowhere"}, "--model", "there is no /nowhere"),
         ({"device": "gpu"}, "--device", "cpu, cuda"),
-        ({"device": "fake"}, "--device", "give --kv-buffer-device cpu"),
+        (
+            {"device": "fake", "kv_buffer_device": "device"},
+            "--kv-buffer-device",
+            "NIXL cannot address the memory of fake",
+        ),
+        ({"device": "cuda"}, "--device", "the coded engine computes on the CPU: give cpu or fake"),
+        ({"device": "fake:1"}, "--device", "give cpu, cuda"),
         ({"kv_buffer_device": "xpu"}, "--kv-buffer-device", "give device or cpu"),
         ({"dtype": "int8"}, "--dtype", "float32, bfloat16 or float16"),
         ({"weights": "int8"}, "--weights", "auto, float32 or fp16"),

@@ -46,8 +46,8 @@ def test_the_fake_copies_what_stands_there_late() -> None:
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^--device: 'xpu' is none of cpu, fake"):
-        device_of("xpu")
+    with pytest.raises(ConfigError, match=r"^--device: 'tpu' is none of cpu, cuda, xpu, fake"):
+        device_of("tpu")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from pdbus.bus.errors import ConfigError
 from pdbus.connector.flavours import NIXL_FLAVOURS
 from pdbus.nodes.config import DEMO_MODEL, Host, load
-from pdbus.nodes.models import config
 from pdbus.nodes.setup import Setup, set_up
 
 HOST = Host(cpus=(0,), memory_bytes=1 << 30, run_dir="/tmp", name_suffix="3f2a")
@@ -45,17 +44,6 @@ def test_what_is_no_model_names_the_setting(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     with pytest.raises(ConfigError, match=r"^--model: "):
         set_up(load({"model": str(tmp_path / name)}, host=HOST))
-
-
-@pytest.mark.parametrize("engine", ["coded", "torch"])
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu"])
-def test_another_device_than_the_cpu_is_refused_for_every_engine(
-    engine: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a model is looked at, let alone fetched."""
-    monkeypatch.setattr(config, "resolve_model", pytest.fail)
-    with pytest.raises(ConfigError, match=rf"^--device: '{device}' is not supported in this version; give cpu"):
-        setup(engine=engine, device=device, model=DEMO_MODEL)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from pdbus.connector.ipc import ProbeWorker, RowResult, Step, StepRow, StopWorker, ToWorker, Warm
 from pdbus.nodes import worker
 from pdbus.nodes.engines import linear
+from pdbus.nodes.engines.device import Cpu
 from pdbus.nodes.engines.invariant import ROWS
 from pdbus.nodes.engines.linear import LinearMaker
 
@@ -61,7 +62,7 @@ def done(*comes: list[ToWorker]) -> list[str]:
     digests: Any = FakeDigests()
     engine: Any = FakeEngine(did)
     channel: Any = FakeChannel(list(comes), did)
-    worker.serve(worker.Tools(engine, digests, digests, None), channel)
+    worker.serve(worker.Tools(engine, Cpu(), digests, digests, None), channel)
     return did
 
 
