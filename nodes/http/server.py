@@ -172,7 +172,7 @@ async def serve_app(
 
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
-    set_up_logs(f"{args.name} HTTP" if args.log_format == "text" else args.name, args.log_format, logging.WARNING)
+    set_up_logs(f"{args.name} HTTP:" if args.log_format == "text" else args.name, args.log_format, logging.WARNING)
     end_with_parent()
     if args.parent and os.getppid() != args.parent:
         return 0
