@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -173,9 +172,7 @@ async def serve_app(
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
     set_up_logs(f"{args.name} HTTP:" if args.log_format == "text" else args.name, args.log_format, logging.WARNING)
-    end_with_parent()
-    if args.parent and os.getppid() != args.parent:
-        return 0
+    end_with_parent(args.parent)
     try:
         uvloop.run(serve(args))
     except PdError as e:
