@@ -1,9 +1,8 @@
 """What a node's core hears and decides, recorded so that it can be run again.
 
-At the head stands all that the core was made of. Every input is appended before the core hears it, and what the core
-decided after it, so that even the input that broke a core is there. Tokens are in no event but as opaque
-payloads; without `tokens` these are replaced by digests under a key that is thrown away with the process, another for
-each request but the same in inputs and effects: a core that runs again needs no more.
+At the head stands all that the core was made of. Tokens are in no event but as opaque payloads; without `tokens` these
+are replaced by digests under a key that is thrown away with the process, another for each request but the same in
+inputs and effects: a core that runs again needs no more.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import LeaseRenewed, Message, PrefillAccepted, PrefillDone, RenewedEntry, TryId
 from pdbus.bus.recorder import TOTAL_BYTES_MAX, Recorder
 from pdbus.bus.wire import Declared, replace
+from pdbus.connector.recording import TurnRecorder
 
 from . import events as ev
 from .core import CoreConfig, NodeCore
@@ -35,25 +35,12 @@ class CoreBegan(Declared, tag_field="t", tag=True):
     tokens: bool = False
 
 
-class CoreRaised(Declared, tag_field="t", tag=True):
-    """In the place of effects: a mistake of ours ended the node."""
-
-    problem: str
-
-
 # With a payload, or telling whose the next ones are.
 OF_PAYLOADS = (ev.MessageCame, ev.Send, ev.TakeFirstToken, ev.StepEnded, ev.OpenSequence, ev.CloseSequence)
 WITH_FIRST_TOKEN = (PrefillAccepted, PrefillDone)
-CARRIERS = (ev.MessageCame, ev.Send)  # of a message, whose kind its own encoding does not tell
 
 
-def kind_of(value: Any) -> str:
-    """What a record of this is called: its type, and the kind of the message in it."""
-    type_ = type(value)
-    return f"{type_.__name__} {value.message.KIND}" if type_ in CARRIERS else str(type_.__name__)
-
-
-class NodeRecorder:
+class NodeRecorder(TurnRecorder):
     """One node's recording."""
 
     def __init__(
@@ -67,30 +54,18 @@ class NodeRecorder:
     ) -> None:
         """Raises ConfigError (`--record`) when the file cannot be made."""
         began = CoreBegan(core=core, membership=membership, version=__version__, tokens=tokens)
-        self._file = Recorder(directory, core.name, core.incarnation, began, total_bytes_max=total_bytes_max)
-        self.path = self._file.path
+        super().__init__(Recorder(directory, core.name, core.incarnation, began, total_bytes_max=total_bytes_max))
         self._tokens = tokens
         self._key = secrets.token_bytes(DIGEST_BYTES)
         self._requests: dict[int, bytes] = {}  # by sequence: those of prompts computed for others
 
     def turn(self, core: NodeCore, event: ev.NodeEvent, now: int) -> list[ev.NodeEffect]:
         """Let the core hear an event; both are recorded, in that order."""
-        heard = self._append(event, now, 0)
-        try:
-            effects = core.handle(event, now)
-        except Exception as e:
-            self._append(CoreRaised(problem=f"{type(e).__name__}: {e}"), now, heard)
-            raise
-        for effect in effects:
-            self._append(effect, now, heard)
-        return effects
-
-    def close(self) -> None:
-        self._file.close()
+        return self.record(core.handle, event, now)
 
     def _append(self, value: Declared, now: int, cause: int) -> int:
         shown = self._hidden(value) if not self._tokens and type(value) in OF_PAYLOADS else value
-        return self._file.append(kind_of(value), shown, now, cause)
+        return super()._append(shown, now, cause)
 
     def _hidden(self, value: Any) -> Declared:
         """The value with every payload in it replaced."""

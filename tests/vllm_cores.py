@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pdbus.bus.members import MembershipConfig
@@ -13,8 +14,10 @@ from pdbus.connector.handoff import HandoffConfig
 from pdbus.connector.layout import geometry_for
 from pdbus.connector.pool import PoolCounts
 from pdbus.connector.readable import unreadable
+from pdbus.connector.recording import TurnRecorder
 from pdbus.connector.vllm.core import PairConfig, PairCore, Role
 from pdbus.connector.vllm.events import EngineEvent, KvWanted, PromptCame, PromptSaved, RequestLeft
+from pdbus.connector.vllm.recording import recorder
 from pdbus.connector.vllm.wants import Want
 
 S = 1_000_000_000
@@ -34,9 +37,17 @@ class Server:
             name=name, incarnation=self.incarnation, role=role, blocks=BLOCKS, block_size=SIZE, pair_wait_ns=10 * S,
             park_ns=30 * S, fetch_ns=60 * S, handoff=HandoffConfig(answer_ns=11 * S),
         )  # fmt: skip
-        self.core = PairCore(
-            config, Membership(MembershipConfig(name=name, incarnation=self.incarnation, hello=hello), unreadable)
-        )
+        self.membership = MembershipConfig(name=name, incarnation=self.incarnation, hello=hello)
+        self.core = PairCore(config, Membership(self.membership, unreadable))
+        self.recorder: TurnRecorder | None = None
+
+    def record(self, folder: Path) -> None:
+        self.recorder = recorder(folder, self.core.config, self.membership, setting="record")
+
+    def handle(self, event: ev.NodeEvent | EngineEvent, now: int) -> list[ev.NodeEffect]:
+        if self.recorder is None:
+            return self.core.handle(event, now)
+        return self.recorder.record(self.core.handle, event, now)
 
     def agent(self, epoch: int) -> Agent:
         return Agent(epoch=epoch, name=f"{self.name}/0/x/{epoch}", metadata=b"m", region_bytes=1 << 20, blocks=BLOCKS)
@@ -45,20 +56,23 @@ class Server:
 class Two:
     """A prefill and a decode server with one link, `l` at both ends. Reads wait in `reads` until told how they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Path | None = None) -> None:
+        """`record`: a folder for both servers' recordings."""
         self.now, self.seq = S, 0
         self.p, self.d = Server("p", "prefill"), Server("dd", "decode")
         self.reads: list[ev.StartRead] = []
         self.said: list[Any] = []
         self.lost: tuple[type, ...] = ()
         self.restarts: list[ev.RestartMover] = []
+        for server in (self.p, self.d) if record is not None else ():
+            server.record(record)
         for server in (self.p, self.d):
             self.tell(server, ev.MoverUp(agents=(server.agent(1),)))
         self.tell(self.d, ev.JoinAsked(address="tcp://127.0.0.1:7801"))
 
     def tell(self, server: Server, event: ev.NodeEvent | EngineEvent) -> None:
         other = self.d if server is self.p else self.p
-        for effect in server.core.handle(event, self.now):
+        for effect in server.handle(event, self.now):
             match effect:
                 case ev.OpenLink(address=address):
                     self.tell(server, ev.LinkOpened(address=address, link="l"))
@@ -120,6 +134,15 @@ class Two:
 
     def failed(self) -> list[str]:
         return [m.cause for m in self.said if isinstance(m, PrefillFailed)]
+
+    def recordings(self) -> list[Path]:
+        """Closed: nothing more is recorded."""
+        paths = []
+        for server in (self.p, self.d):
+            assert server.recorder is not None
+            server.recorder.close()
+            paths.append(server.recorder.path)
+        return paths
 
     def free(self) -> tuple[PoolCounts, PoolCounts]:
         for server in (self.p, self.d):

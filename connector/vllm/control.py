@@ -14,12 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from pdbus import __version__
 from pdbus.bus.endpoint import Endpoint, Received
 from pdbus.bus.errors import Broken, ConfigError, PdError
-from pdbus.bus.members import MembershipConfig
+from pdbus.bus.keyring import Keyring, node_keyring
+from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Hello
 from pdbus.bus.publisher import Publisher
@@ -28,16 +30,19 @@ from pdbus.bus.wire import pack_u32
 from .. import events as ev
 from .. import ipc
 from ..handoff import HandoffConfig
+from ..key_watch import KeyWatch
 from ..layout import layout_of, rank_block_bytes
 from ..managed import Managed, agent_of
 from ..process import Exit
 from ..readable import unreadable
+from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
 from ..slab import Slab
 from .copies import SlabAt
 from .core import PairConfig, PairCore
 from .events import EngineEvent
 from .model import KvShape
+from .recording import recorder
 from .settings import MIB, WHERE, Settings
 from .wants import Want
 
@@ -73,6 +78,8 @@ class Control:
         self._incarnation = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._core: PairCore | None = None  # None: not started, or over
+        self._recorder: TurnRecorder | None = None
+        self._keys: KeyWatch | None = None
         self._effects: deque[ev.NodeEffect] = deque()
         self._draining = False
         self._bound = threading.Event()
@@ -105,7 +112,7 @@ class Control:
             if self._core is None:
                 return
             try:
-                self._effects.extend(self._core.handle(event, time.monotonic_ns()))
+                self._effects.extend(self._turn(self._core, event, time.monotonic_ns()))
             except Exception as e:
                 self._core = None
                 self._problem = e
@@ -115,6 +122,10 @@ class Control:
         else:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
                 self._loop.call_soon_threadsafe(self._drain)
+
+    def _turn(self, core: PairCore, event: ev.NodeEvent | EngineEvent, now: int) -> list[ev.NodeEffect]:
+        recorder = self._recorder
+        return core.handle(event, now) if recorder is None else recorder.record(core.handle, event, now)
 
     def prompt_blocks(self, request: str) -> tuple[int, ...]:
         with self._lock:
@@ -142,24 +153,32 @@ class Control:
         finally:
             with self._lock:
                 self._core = None
+            if self._recorder is not None:
+                self._recorder.close()
             self._bound.set()
             self._slab.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        keyring = self._keyring()
         directory = RunDirectory()
         self._endpoint = Endpoint(
-            self._settings.name, self._incarnation, self._on_message,
-            on_link_lost=lambda link: self.tell(ev.LinkLost(link=link)),
+            self._settings.name, self._incarnation, self._on_message, keyring=keyring,
+            on_link_lost=self._on_link_lost, on_link_refused=self._on_link_lost,
         )  # fmt: skip
-        self._publisher = Publisher(self._settings.name, self._incarnation, context=self._endpoint.context)
+        self._publisher = Publisher(
+            self._settings.name, self._incarnation, context=self._endpoint.context, keyring=keyring
+        )
+        if keyring is not None:
+            self._keys = KeyWatch(keyring, self._endpoint, self._publisher, peer=self._peer, tell=self.tell)
         self._mover = self._make_mover(directory)
         try:
             self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
             events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
-            with self._lock:
-                self._core = PairCore(self._pair_config(), Membership(self._membership(address, events), unreadable))
+            self._make_core(self._pair_config(), self._membership(address, events))
+            if self._keys is not None:
+                self._keys.start(address)
             await self._start_mover(1)
             for join in self._settings.join:
                 self.tell(ev.JoinAsked(address=join))
@@ -171,10 +190,27 @@ class Control:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            if self._keys is not None:
+                self._keys.stop()
             await self._mover.stop()
             self._publisher.close()
             self._endpoint.close(linger_ms=FLUSH_MS)
             directory.close()
+
+    def _keyring(self) -> Keyring | None:
+        s = self._settings
+        return node_keyring(s.keys, s.name, s.role, setting=f"{WHERE}.keys") if s.keys else None
+
+    def _peer(self, name: str) -> Peer | None:
+        return self._core.peers.get(name) if self._core is not None else None
+
+    def _make_core(self, config: PairConfig, membership: MembershipConfig) -> None:
+        if self._settings.record:
+            folder = Path(self._settings.record).expanduser()
+            self._recorder = recorder(folder, config, membership, setting=f"{WHERE}.record")
+            log.info("everything heard and decided is recorded to %s", self._recorder.path)
+        with self._lock:
+            self._core = PairCore(config, Membership(membership, unreadable))
 
     def _pair_config(self) -> PairConfig:
         s = self._settings
@@ -197,7 +233,12 @@ class Control:
         )  # fmt: skip
         return MembershipConfig(name=self._settings.name, incarnation=self._incarnation, hello=hello)
 
+    def _on_link_lost(self, link: str, reason: str = "") -> None:
+        self.tell(ev.LinkLost(link=link, reason=reason))
+
     def _on_message(self, received: Received) -> None:
+        if self._keys is not None:
+            received = self._keys.heard(received)
         self.tell(ev.MessageCame(link=received.link, header=received.header, message=received.message))
 
     def _drain(self) -> None:

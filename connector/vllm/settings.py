@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Any, Literal
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.ports import parse_address
+from pdbus.bus.ports import is_loopback, is_wildcard, parse_address
 from pdbus.bus.wire import Declared
 
 ROLES: dict[str, Literal["prefill", "decode"]] = {"kv_producer": "prefill", "kv_consumer": "decode"}
@@ -28,6 +27,8 @@ class Settings(Declared):
     fetch_s: float = 120.0  # all of a fetch, the prefill included; then the prompt is computed on the decode server
     lease_s: float = 30.0
     fingerprint: str = ""
+    keys: str = ""  # a folder of keys (pd keys)
+    record: str = ""  # a folder; everything heard and decided is appended to files there
 
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -37,7 +38,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "fetch_s": (0.1, 3600),
     "lease_s": (1, 3600),
 }
-TEXTS = ("name", "listen", "fingerprint")
+TEXTS = ("name", "listen", "fingerprint", "keys", "record")
 
 
 def settings_of(
@@ -53,7 +54,7 @@ def settings_of(
     texts = {name: _text(given, name) for name in TEXTS if name in given}
     texts.setdefault("name", f"vllm-{role}-{unique}")
     texts.setdefault("listen", f"tcp://{environment.get(HOST, '127.0.0.1')}:{environment.get(PORT, '0')}")
-    _check_loopback(texts["listen"])
+    _check_listen(texts["listen"], keyed="keys" in texts)
     numbers = {name: _number(given, name) for name in LIMITS if name in given}
     return Settings(role=role, join=_join(given.get("join", ())), **texts, **numbers)  # type: ignore[arg-type]
 
@@ -90,14 +91,10 @@ def _join(given: object) -> tuple[str, ...]:
     return tuple(str(parse_address(a, f"{WHERE}.join")) for a in addresses)
 
 
-def _check_loopback(listen: str) -> None:
-    """Without keys nobody but this machine may call."""
+def _check_listen(listen: str, *, keyed: bool) -> None:
+    """It is what others call. Without keys nobody but this machine may."""
     host = parse_address(listen, f"{WHERE}.listen", port_zero=True).host
-    try:
-        inside = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
-        raise ConfigError(
-            f"{WHERE}.listen", f"{host} is not this machine's loopback, and keys are not supported here in this version"
-        )
+    if is_wildcard(host):
+        raise ConfigError(f"{WHERE}.listen", f"{host} is no address that others can call: give one of this machine's")
+    if not keyed and not is_loopback(host):
+        raise ConfigError(f"{WHERE}.listen", f"{host} can be reached from other machines: needs {WHERE}.keys (pd keys)")

@@ -157,6 +157,8 @@ class Wants:
                 want = self._by_id[effect.request]
                 self.counters["fetched"] += 1
                 self._settle(want, WantState.READY)
+                told = {"request": want.id.hex(), "node": want.node, "tokens": want.prompt_tokens - want.have}
+                return [ev.Publish(topic="request", event="kv.fetched", data=told)]
             case AttemptFailed():
                 failed = self._by_id.get(effect.request)
                 return self._fail(failed, effect.cause) if failed is not None else []

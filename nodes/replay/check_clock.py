@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdbus.connector.timers import Timers
+from pdbus.connector.vllm.core import PairCore
 
 from ..core import NodeCore
 from .checks import Check, Report
@@ -19,7 +20,7 @@ class ClockCheck(Check):
     def __init__(self, report: Report, *timers: Timers[Any]) -> None:
         """`timers` hold what is due when, as the other checks follow it."""
         super().__init__(report)
-        self.core: NodeCore | None = None  # run again, and still the same
+        self.core: NodeCore | PairCore | None = None  # run again, and still the same
         self._timers = timers
         self._now = self._look_at = 0
         self._late_since: int | None = None  # from when on the node is awake and its tick is due

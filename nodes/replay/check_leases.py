@@ -27,12 +27,12 @@ from pdbus.bus.messages import (
 )
 from pdbus.connector.handoff import Cause, HandoffConfig
 from pdbus.connector.timers import Timers
+from pdbus.connector.vllm.events import RequestLeft
 
 from .. import events as ev
-from ..recording import CoreBegan
 from .checks import Check, Report
 from .facts import Facts, Granted
-from .turns import Turn
+from .turns import Began, Turn
 
 MS = 1_000_000
 ONE_RELEASE = "3: every lease ends in exactly one release"
@@ -61,7 +61,7 @@ class Over:
 
 
 class LeaseCheck(Check):
-    def __init__(self, report: Report, began: CoreBegan, facts: Facts, *, whole: bool = True) -> None:
+    def __init__(self, report: Report, began: Began, facts: Facts, *, whole: bool = True) -> None:
         """`whole`: no lease is older than what is heard."""
         super().__init__(report)
         self.held: dict[Key, Held] = {}
@@ -74,7 +74,10 @@ class LeaseCheck(Check):
         self._since: int | None = 0 if whole else None  # the first generation that is known from its beginning
         self._epoch: int | None = 1 if whole else None
         self._advertised: int | None = 0 if whole else None
-        self.events = {ev.WorkerLost: self._epoch_ends, ev.MoverLost: self._mover_lost}
+        self._awaiting: dict[Key, int] = {}  # tries that a vLLM server has not answered: how long they may take, in ms
+        self.events = {
+            ev.WorkerLost: self._epoch_ends, ev.MoverLost: self._mover_lost, ev.MessageCame: self._asked,
+        }  # fmt: skip
         self.effects = {
             ev.Publish: self._published, ev.Send: self._sent, ev.AdvertiseLeases: self._advertise,
             ev.RestartMover: self._restarted,
@@ -100,6 +103,10 @@ class LeaseCheck(Check):
         elif effect.event == "lease.ended":
             self._ends(turn, key, self._lease(data), data["cause"], data["held_ns"])
 
+    def _asked(self, turn: Turn, event: ev.MessageCame[Any]) -> None:
+        if isinstance(event.message, PrefillRequest):
+            self._awaiting[key_of(event.message.try_)] = event.message.deadline_ms
+
     def _begins(self, turn: Turn, key: Key, lease: LeaseId) -> None:
         generation = lease.generation
         if before := self.held.get(key) or self._remembered(turn, key):
@@ -117,8 +124,9 @@ class LeaseCheck(Check):
             if other[:2] == key[:2] and other[2] < key[2]:
                 self.report(turn, "R4", f"{_name(other)} keeps its lease beside that of {_name(key)}")
         self._generation = max(self._generation, generation)
-        deadline = turn.now_ns + _message(turn, PrefillRequest, "deadline_ms", 0) * MS
         expires = turn.now_ns + self._config.lease_ns
+        asked_ms = self._awaiting.pop(key, None)
+        deadline = turn.now_ns + asked_ms * MS if asked_ms is not None else expires
         self.held[key] = Held(lease, turn.now_ns, deadline, expires)
         self.timers.set(key, min(deadline, expires))
         self._facts.leases[generation] = Granted(key, "", turn.sequence)
@@ -144,7 +152,7 @@ class LeaseCheck(Check):
 
     def _untrue(self, turn: Turn, key: Key, held: Held, cause: str) -> str:
         """Why the cause is not what happened; '' when it is."""
-        event = turn.event
+        event: Any = turn.event
         message: Any = event.message if isinstance(event, ev.MessageCame) else None
         match cause:
             case Cause.DONE | Cause.PROTOCOL:
@@ -165,12 +173,12 @@ class LeaseCheck(Check):
                 new = isinstance(message, PrefillRequest) and key_of(message.try_)
                 return "" if new and new[:2] == key[:2] and new[2] > key[2] else "no higher attempt came"
             case Cause.READER_DEAD:
-                proof = isinstance(message, Hello | Welcome | Goodbye) and event.header.from_ == key[0]  # type: ignore[attr-defined]
-                return "" if proof else f"nothing proves the end of {key[0]}"
+                known = isinstance(event, ev.MessageCame) and isinstance(message, Hello | Welcome | Goodbye)
+                return "" if known and event.header.from_ == key[0] else f"nothing proves the end of {key[0]}"
             case Cause.WORKER_DEAD:
                 return "" if isinstance(event, ev.WorkerLost | ev.MoverLost) else "no worker or mover was lost"
             case Cause.FAILED:
-                return "" if isinstance(event, ev.StepEnded) else "no step ended"
+                return "" if isinstance(event, ev.StepEnded | RequestLeft) else "no step ended"
             case Cause.SHUTDOWN:
                 return "" if isinstance(event, ev.LeaveAsked | ev.Tick) else "nobody asked the node to leave"
         return "that is no cause"

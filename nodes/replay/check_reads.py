@@ -18,6 +18,7 @@ from pdbus.bus.messages import (
     Welcome,
 )
 from pdbus.bus.wire import unpack_u32
+from pdbus.connector.vllm.events import KvWanted, RequestLeft
 
 from .. import events as ev
 from ..peers import peer_key
@@ -68,6 +69,7 @@ class ReadCheck(Check):
         self._facts = facts
         self._hashes: dict[bytes, tuple[bytes, ...]] = {}
         self._attempts: dict[bytes, list[Attempt]] = {}  # of requests that have not ended, the present one last
+        self._wanted_as: dict[str, bytes] = {}  # of a vLLM server: its name for a request -> ours
         self._late: dict[int, Life] = {}  # reads that are doubtful: of whom
         self._sizes: dict[Life, int] = {}  # of the blocks of other nodes, in tokens
         self.events = {
@@ -76,6 +78,8 @@ class ReadCheck(Check):
             ev.ReadEnded: self._read_ended,
             ev.ReadDoubtful: self._doubtful,
             ev.MoverLost: self._mover_lost,
+            KvWanted: self._wanted,
+            RequestLeft: self._left,
         }
         self.effects = {ev.Send: self._sent, ev.StartRead: self._start_read, ev.EndRequest: self._ends}
 
@@ -84,9 +88,23 @@ class ReadCheck(Check):
     def _asked(self, turn: Turn, event: ev.GenerateAsked) -> None:
         self._hashes[event.request] = event.block_hashes
 
+    def _wanted(self, turn: Turn, event: KvWanted) -> None:
+        """vLLM keeps the hashes of its blocks to itself: they are told apart by prompt and place."""
+        if event.request not in self._wanted_as:
+            self._wanted_as[event.request] = event.id
+            places = range(event.prompt_tokens // self._blocks.size)
+            self._hashes[event.id] = tuple(event.prompt_digest + place.to_bytes(4, "little") for place in places)
+
+    def _left(self, turn: Turn, event: RequestLeft) -> None:
+        if (request := self._wanted_as.pop(event.request, None)) is not None:
+            self._over(request)
+
     def _ends(self, turn: Turn, effect: ev.EndRequest) -> None:
-        self._hashes.pop(effect.request, None)
-        self._attempts.pop(effect.request, None)
+        self._over(effect.request)
+
+    def _over(self, request: bytes) -> None:
+        self._hashes.pop(request, None)
+        self._attempts.pop(request, None)
 
     def _sent(self, turn: Turn, effect: ev.Send[Any]) -> None:
         message = effect.message

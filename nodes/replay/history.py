@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from pdbus.bus.messages import LeaseId, LeaseRenew, LeaseRenewed, TryId
 from pdbus.bus.recording import Recording
 from pdbus.bus.wire import Declared, to_plain
+from pdbus.connector.recording import kind_of
 
 from .. import events as ev
-from ..recording import kind_of
 from .check_messages import name_of
 from .client_run import client_story, is_client
 from .rerun import recorded

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from pdbus import __version__
 from pdbus.bus.recording import Recording
+from pdbus.connector.recording import CoreRaised
+from pdbus.connector.timers import Timers
+from pdbus.connector.vllm.core import PairCore
+from pdbus.connector.vllm.recording import PairBegan
 
 from .. import events as ev
 from ..core import NodeCore
-from ..recording import CoreBegan, CoreRaised
 from ..report import ledger
 from .blocks import Blocks
 from .check_circuits import CircuitCheck
@@ -18,15 +22,17 @@ from .check_copies import CopyCheck
 from .check_leases import LeaseCheck
 from .check_messages import MessageCheck
 from .check_offers import OfferCheck
+from .check_prompts import PromptCheck
 from .check_reads import ReadCheck
 from .check_requests import RequestCheck
 from .check_steps import StepCheck
+from .check_wants import WantCheck
 from .checks import Check, Checks, Report
 from .facts import Facts
 from .findings import Finding, Kind
 from .rerun import Diverged, Rerun, recorded
 from .runs import Run
-from .turns import Hole, RawTurn, Turn, Unreadable, began, effect_of, turns_of
+from .turns import Began, Hole, RawTurn, Turn, Unreadable, began, effect_of, turns_of
 
 NOTHING_LEFT = "nothing is left of a node that has drained"
 WITHOUT_BEGINNING = (
@@ -83,7 +89,7 @@ class Runner:
 
     # ------------------------------------------------------------ the beginning
 
-    def _prepare(self, first: CoreBegan, understood: bool) -> None:
+    def _prepare(self, first: Began, understood: bool) -> None:
         run, report, whole = self.run, self._violation, not self._recording.gone
         run.version = first.version
         self._blocks = Blocks(first.core.block_size, first.core.handoff.staged)
@@ -92,10 +98,11 @@ class Runner:
         self._reads = ReadCheck(report, self._blocks, run.facts)
         self._copies = CopyCheck(report, self._blocks)
         self._drained = Drained(report)
-        of_blocks = [StepCheck(report, self._blocks), self._reads, OfferCheck(report, self._blocks), self._copies]
-        others = [self._requests, self._leases, MessageCheck(report, run.facts), CircuitCheck(report), self._drained]
-        self._checks = Checks([*others, *(of_blocks if whole else ())])
-        self._clock = ClockCheck(report, self._requests.deadlines, self._leases.timers)
+        self._wants = WantCheck(report, first.core.fetch_ns) if isinstance(first, PairBegan) and whole else None
+        self._checks = Checks(self._checks_of(first, whole))
+        waits: list[Timers[Any]] = [self._requests.deadlines, self._leases.timers]
+        waits += [self._wants.deadlines] if self._wants is not None else []
+        self._clock = ClockCheck(report, *waits)
         if not whole:
             self._find(Kind.NOTE, f"{_gone(self._recording)} not there: {WITHOUT_BEGINNING}")
         elif understood:
@@ -104,6 +111,16 @@ class Runner:
         else:
             text = f"pdbus {first.version} wrote settings that {__version__} does not know: not run again, only checked"
             self._find(Kind.NOTE, text)
+
+    def _checks_of(self, first: Began, whole: bool) -> list[Check]:
+        """Of blocks only where nothing of them is missing."""
+        report, blocks = self._violation, self._blocks
+        checks: list[Check] = [self._leases, MessageCheck(report, self.run.facts), self._drained]
+        if isinstance(first, PairBegan):
+            return [*checks, *([self._reads, PromptCheck(report), self._wants] if whole and self._wants else [])]
+        checks += [self._requests, CircuitCheck(report)]
+        of_blocks = [StepCheck(report, blocks), self._reads, OfferCheck(report, blocks), self._copies]
+        return [*checks, *(of_blocks if whole else ())]
 
     # ------------------------------------------------------------ turns
 
@@ -163,7 +180,8 @@ class Runner:
 
     def _end(self) -> None:
         run, recording = self.run, self._recording
-        run.requests, run.leases = self._requests.ended, self._ended_leases()
+        run.requests = self._wants.ended if self._wants is not None else self._requests.ended
+        run.leases = self._ended_leases()
         if recording.damaged:
             self._find(Kind.DAMAGE, f"{recording.truncated}: not checked from there on")
         turn = self._drained.turn
@@ -196,11 +214,13 @@ class Runner:
         if self._rerun is not None:
             self._core_is_empty(turn, self._rerun.core)
 
-    def _core_is_empty(self, turn: Turn, core: NodeCore) -> None:
+    def _core_is_empty(self, turn: Turn, core: NodeCore | PairCore) -> None:
         try:
             core.pool.check()
         except AssertionError as e:
             self._violation(turn, "1: a block is in exactly one state", f"the pool's books disagree: {e}")
+        if isinstance(core, PairCore):  # vLLM may end in the middle of its requests
+            return
         clean, table = ledger(core)
         if not clean and not core.scheduler.busy and not self._reads.open and not self._copies.open:
             self._violation(turn, NOTHING_LEFT, f"the ledger is not clean: {table}")

@@ -12,11 +12,13 @@ from pdbus.bus.membership import Membership
 from pdbus.bus.recording_part import RawRecord
 from pdbus.bus.wire import encode, encode_all, to_plain
 from pdbus.connector.readable import unreadable
+from pdbus.connector.recording import CoreRaised, Handle, kind_of
+from pdbus.connector.vllm.core import PairCore
 
 from .. import events as ev
 from ..core import NodeCore
-from ..recording import CoreBegan, CoreRaised, kind_of
-from .turns import RawTurn, Turn, Unreadable, effect_of, event_of
+from ..recording import CoreBegan
+from .turns import Began, RawTurn, Turn, Unreadable, effect_of, event_of
 
 SHOWN_MAX = 120  # characters of a value
 
@@ -30,8 +32,16 @@ class Diverged(Exception):
 
 
 class Rerun:
-    def __init__(self, began: CoreBegan) -> None:
-        self.core = NodeCore(began.core, Membership(began.membership, unreadable))
+    def __init__(self, began: Began) -> None:
+        membership = Membership(began.membership, unreadable)
+        self.core: NodeCore | PairCore
+        self._handle: Handle  # of any event: a core that does not know one raises
+        if isinstance(began, CoreBegan):
+            self.core = core = NodeCore(began.core, membership)
+            self._handle = core.handle
+        else:
+            self.core = pair = PairCore(began.core, membership)
+            self._handle = pair.handle
 
     def turn(self, raw: RawTurn, *, cut: bool) -> Turn:
         """The turn, run again. `cut`: the recording may have lost the end of it. Raises Diverged, and Unreadable for
@@ -39,7 +49,7 @@ class Rerun:
         heard = raw.heard
         event = event_of(heard)
         try:
-            effects = self.core.handle(event, heard.now_ns)
+            effects = self._handle(event, heard.now_ns)
         except Exception as e:
             self._raised(raw, e)
             return Turn(heard.sequence, heard.now_ns, event, [])

@@ -10,11 +10,16 @@ from pdbus.bus.messages import MESSAGES
 from pdbus.bus.recording import Recording
 from pdbus.bus.recording_part import RawRecord
 from pdbus.bus.wire import Declared, decode, decoder, encode
+from pdbus.connector.recording import CoreRaised
+from pdbus.connector.vllm.events import EngineEvent
+from pdbus.connector.vllm.recording import PairBegan
 
 from .. import events as ev
-from ..recording import CoreBegan, CoreRaised
+from ..recording import CoreBegan
 
 Decoder = Callable[[Any], Any]
+Began = CoreBegan | PairBegan
+Event = ev.NodeEvent | EngineEvent
 
 
 class Turn(NamedTuple):
@@ -22,7 +27,7 @@ class Turn(NamedTuple):
 
     sequence: int
     now_ns: int
-    event: ev.NodeEvent
+    event: Event
     effects: list[ev.NodeEffect]
 
 
@@ -83,18 +88,27 @@ def _hole(recording: Recording, record: RawRecord, expected: int) -> Hole:
     return Hole(expected - 1, f"record {expected} names {record.cause} as its input, which is another", lost=False)
 
 
-def began(recording: Recording) -> tuple[CoreBegan, bool]:
-    """What the node's core was made of, and whether this version knows all of it. Raises Unreadable for the recording
-    of something else."""
+def began(recording: Recording) -> tuple[Began, bool]:
+    """What the core of a node or of a vLLM server was made of, and whether this version knows all of it. Raises
+    Unreadable for the recording of something else."""
     about = recording.header.about
     tag = tag_of(recording)
-    if tag != CoreBegan.__name__:
+    type_: Any = next((t for t in (CoreBegan, PairBegan) if t.__name__ == tag), None)
+    if type_ is None:
         raise Unreadable(f"begins with {tag!r}, not with a node's settings: another program wrote it")
     try:
-        made = decode(about, CoreBegan, name=tag)
+        made: Began = decode(about, type_, name=tag)
     except RemoteProtocolError as e:
         raise Unreadable(f"{tag}: {e}") from None
     return made, encode(made) == bytes(about)
+
+
+def node_began(recording: Recording) -> CoreBegan:
+    """Of a node of ours. Raises Unreadable for a vLLM server, which has no requests of clients, too."""
+    made, _ = began(recording)
+    if isinstance(made, PairBegan):
+        raise Unreadable("of a vLLM server: what its clients asked is not in it")
+    return made
 
 
 class _Tag(Declared):
@@ -109,9 +123,9 @@ def tag_of(recording: Recording) -> str:
         return ""
 
 
-def event_of(record: RawRecord) -> ev.NodeEvent:
+def event_of(record: RawRecord) -> Event:
     """The input, typed. Raises Unreadable."""
-    return _decoded(_decoder(record.kind, ev.NodeEvent), record)  # type: ignore[no-any-return]
+    return _decoded(_decoder(record.kind, ev.NodeEvent, EngineEvent), record)  # type: ignore[no-any-return]
 
 
 def effect_of(record: RawRecord) -> ev.NodeEffect | CoreRaised:
@@ -122,12 +136,12 @@ def effect_of(record: RawRecord) -> ev.NodeEffect | CoreRaised:
 _decoders: dict[str, Decoder] = {CoreRaised.__name__: decoder(CoreRaised)}  # by a record's kind
 
 
-def _decoder(kind: str, base: type[Declared]) -> Decoder:
+def _decoder(kind: str, *bases: type[Declared]) -> Decoder:
     """Of the type and, where it carries one, the message that a record's kind names."""
     found = _decoders.get(kind)
     if found is None:
         name, _, message = kind.partition(" ")
-        type_: Any = next((c for c in base.__subclasses__() if c.__name__ == name), None)
+        type_: Any = next((c for base in bases for c in base.__subclasses__() if c.__name__ == name), None)
         generic = type_ in (ev.MessageCame, ev.Send)
         if type_ is None or bool(message) is not generic or (generic and message not in MESSAGES):
             raise Unreadable(f"{kind!r} is unknown to this version")

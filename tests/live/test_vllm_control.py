@@ -8,11 +8,15 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.ports import free_port
 from pdbus.connector.layout import geometry_for, rank_block_bytes
 from pdbus.connector.slab import Slab
 from pdbus.connector.vllm.control import Control
@@ -20,6 +24,9 @@ from pdbus.connector.vllm.events import KvWanted, PromptCame, PromptSaved, Reque
 from pdbus.connector.vllm.model import KvShape
 from pdbus.connector.vllm.settings import Settings
 from pdbus.connector.vllm.wants import WantState
+from pdbus.nodes.replay.cluster_run import ClusterRun
+
+from tests.key_folders import key_folder, listens
 
 pytestmark = pytest.mark.live
 GEOMETRY = geometry_for(3, 2, 32, 32, "float32")
@@ -141,3 +148,59 @@ def test_after_its_end_nothing_is_handed_over_and_nothing_raises() -> None:
     assert control.prompt_blocks("r") == ()
     assert control.want("r") is None
     control.stop()
+
+
+# ---------------------------------------------------------------- keys, recordings
+
+
+def keys(path: Path) -> KeyFolder:
+    """Of both servers. Where they listen is known only once they do."""
+    return key_folder(path, {"vllm-prefill": "prefill", "vllm-decode": "decode"})
+
+
+@contextmanager
+def started(folder: Path, more: dict[str, dict[str, object]] | None = None) -> Iterator[Two]:
+    """Two with keys, and with recordings beside these."""
+    folder_of_keys = keys(folder / "keys")
+    same: dict[str, object] = {"keys": str(folder_of_keys.path), "record": str(folder / "recordings")}
+    address = f"tcp://127.0.0.1:{free_port('127.0.0.1', 26_000)}"
+    listens(folder_of_keys, "vllm-prefill", address)
+    p = Control(settings("prefill", listen=address, **same), SHAPE)
+    p.start()
+    d = Control(settings("decode", join=(address,), **{**same, **(more or {}).get("d", {})}), SHAPE)
+    try:
+        d.start()
+        yield Two(p, d)
+    finally:
+        d.stop()
+        p.stop()
+
+
+@pytest.mark.long
+def test_with_keys_kv_is_handed_over_and_what_was_recorded_verifies(tmp_path: Path) -> None:
+    with started(tmp_path) as two:
+        until(two.handed_over)
+    run = ClusterRun([tmp_path / "recordings"])
+    assert [finding.text for finding in run.failures] == []
+    assert [(r.again, r.ended) for r in run.runs] == [(True, "shut down")] * 2
+
+
+@pytest.mark.long
+def test_whose_key_is_revoked_gets_nothing_more(tmp_path: Path) -> None:
+    with started(tmp_path) as two:
+        until(two.handed_over)
+        theirs = KeyFolder(tmp_path / "keys").allowed().named("vllm-decode")[-1]
+        KeyFolder(tmp_path / "keys").revoke(theirs)
+        until(lambda: not two.handed_over())
+
+
+def test_without_its_key_a_server_does_not_start(tmp_path: Path) -> None:
+    folder = key_folder(tmp_path, {"somebody": "decode"})
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config.keys"):
+        Control(settings("decode", keys=str(folder.path)), SHAPE).start()
+
+
+def test_a_key_of_the_other_role_is_refused(tmp_path: Path) -> None:
+    folder = key_folder(tmp_path, {"vllm-decode": "prefill"})
+    with pytest.raises(ConfigError, match="cannot run a decode node"):
+        Control(settings("decode", keys=str(folder.path)), SHAPE).start()

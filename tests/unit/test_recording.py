@@ -18,8 +18,9 @@ from pdbus.bus.messages import (
 )
 from pdbus.bus.recording import read
 from pdbus.bus.wire import Header, encode, replace
+from pdbus.connector.recording import kind_of
 from pdbus.nodes import events as ev
-from pdbus.nodes.recording import CoreBegan, kind_of
+from pdbus.nodes.recording import CoreBegan
 from pdbus.nodes.replay.cluster_run import ClusterRun
 from pdbus.nodes.replay.turns import began, effect_of, event_of
 

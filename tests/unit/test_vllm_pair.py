@@ -55,7 +55,11 @@ def test_what_other_connectors_read_says_where_to_listen() -> None:
     ("given", "more", "named"),
     [
         ({"jion": "x"}, {}, "jion"),
-        ({"listen": "tcp://0.0.0.0:7800"}, {}, "loopback"),
+        ({"listen": "tcp://0.0.0.0:7800"}, {}, "no address"),
+        ({"listen": "tcp://10.0.0.1:7800"}, {}, "keys"),
+        ({"listen": "tcp://0.0.0.0:7800", "keys": "k"}, {}, "no address"),
+        ({"keys": 7}, {}, "keys"),
+        ({"record": ""}, {}, "record"),
         ({"listen": "7800"}, {}, "listen"),
         ({"listen": 7800}, {}, "listen"),
         ({"join": 7800}, {}, "join"),

@@ -20,7 +20,7 @@ from pdbus.bus.recording_part import SUFFIX
 
 from ... import events as ev
 from ..files import clock_offsets, opened
-from ..turns import Unreadable, began, effect_of, event_of, tag_of
+from ..turns import Unreadable, effect_of, event_of, node_began, tag_of
 from ..workload import Asked, Workload
 from .prefixes import Prefixes
 from .rows import Row, workload
@@ -87,7 +87,7 @@ def _node(recording: Recording, offset_ns: int, source: Source) -> _Node:
     if tag_of(recording) == ClientBegan.__name__:
         return _Node(name)  # the nodes tell more
     try:
-        core = began(recording)[0].core
+        core = node_began(recording).core
     except Unreadable as e:
         source.notes.append(f"{recording.path.name}: {e}; left out")
         return _Node(name)

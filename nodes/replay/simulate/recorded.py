@@ -23,7 +23,7 @@ from pdbus.bus.recording import Recording
 from ... import events as ev
 from ...core import CoreConfig
 from ..files import clock_offsets, opened
-from ..turns import Hole, Unreadable, began, effect_of, event_of, tag_of, turns_of
+from ..turns import Hole, Unreadable, effect_of, event_of, node_began, tag_of, turns_of
 from ..workload import Asked
 from .asks import Ask
 from .fit import Read, Step, lines_of, link_of
@@ -148,7 +148,7 @@ class _Reader:
         if tag_of(recording) == ClientBegan.__name__:
             return
         try:
-            made = began(recording)[0]
+            made = node_began(recording)
         except Unreadable as e:
             raise ConfigError(str(recording.path), str(e)) from None
         self.node = Node(made.core, made.membership.hello.role)
