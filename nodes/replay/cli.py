@@ -51,6 +51,8 @@ def show(
         raise typer.Exit(show_history(paths, named_lease(lease), named_block(block)))
     if html is not None and not request:
         raise typer.Exit(show_all(paths, html))
+    if Path(request).is_dir():
+        raise ConfigError("REQUEST", f"{request} is a folder: say which request, or give --html, --lease or --block")
     raise typer.Exit(show_request(_request_id(request), paths, html))
 
 

@@ -55,6 +55,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pd frobnicate", "pd: No such command 'frobnicate'."),
         ("pd bench transfer --sizes 1MiB,huge", "pd: --sizes: 'huge' will not do; give a size"),
         ("pd-replay show", "pd-replay: Missing argument 'REQUEST'."),
+        ("pd-replay show /tmp", "pd-replay: REQUEST: /tmp is a folder: say which request, or give --html"),
         ("pd-replay show ab /nowhere.mcap", "pd-replay: /nowhere.mcap: cannot be read: No such file"),
         ("pd-replay explore --kinds drop,flood", "pd-replay: --kinds: 'flood' is not known; give drop, duplicate,"),
         ("pd-replay explore --requests 9", "pd-replay: Invalid value for '--requests'"),
