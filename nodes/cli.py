@@ -133,6 +133,9 @@ def gateway(
     name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
     record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
     record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
+    log_format: Annotated[
+        str, typer.Option(metavar="FORM", help="Of the log on standard error: text, or json: an object a line.")
+    ] = "text",
     keys: Keys = "",
     http_keys: Annotated[
         str, typer.Option(metavar="FILE", help="File of bearer keys, a line NAME KEY each.", envvar="PD_HTTP_KEYS")
@@ -148,7 +151,6 @@ def gateway(
     from .gateway.endpoints import paired
     from .http.tls import Tls
 
-    asked = context.get_parameter_source("http")
     config = GatewayConfig(
         join=_parts(join),
         vllm=vllm,
@@ -156,7 +158,7 @@ def gateway(
         decoders=paired(decoder_host, decoder_port, "--decoder-host", "--decoder-port"),
         prefillers=paired(prefiller_host, prefiller_port, "--prefiller-host", "--prefiller-port"),
         http=http,
-        http_asked=asked is not None and asked.name != "DEFAULT",
+        asked=frozenset(name for name in context.params if _given(context, name)),
         keys=keys,
         http_keys=http_keys,
         tls=Tls(http_tls_cert, http_tls_key),
@@ -166,8 +168,15 @@ def gateway(
         name=name,
         record=record,
         record_tokens=record_tokens,
+        log_format=log_format,
     )
     raise typer.Exit(run_gateway(config))
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the user gave it: a default may be overruled where a wish is refused."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _parts(texts: list[str]) -> tuple[str, ...]:

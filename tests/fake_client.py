@@ -86,13 +86,23 @@ class FakeClient:
         self.says: dict[str, Any] | Exception = dict(STATUS)
         self.asked: list[tuple[Any, Sampling]] = []
         self.deadlines_ms: list[int] = []
+        self.traceparents: list[str] = []
         self.generations: list[FakeGeneration] = []
         self.waiting = asyncio.Event()  # set when a script has come to an event
         self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
+        self.connected = ""  # who answered where it was told to connect to; its name
 
     def generate(
-        self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000, stream: bool = False
+        self,
+        prompt: Any,
+        *,
+        model: str = "",
+        sampling: Sampling,
+        deadline_ms: int = 300_000,
+        stream: bool = False,
+        traceparent: str = "",
     ) -> FakeGeneration:
+        self.traceparents.append(traceparent)
         self.asked.append((prompt, sampling))
         self.deadlines_ms.append(deadline_ms)
         self.generations.append(FakeGeneration(self.script, self.waiting))
@@ -108,7 +118,7 @@ class FakeClient:
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         self.commands += (("connect", address) for address in addresses)
-        return tuple(Outcome(target=address, ok=True) for address in addresses)
+        return tuple(Outcome(target=address, ok=True, detail=self.connected) for address in addresses)
 
     async def disconnect(self, targets: Sequence[str]) -> tuple[Outcome, ...]:
         self.commands += (("disconnect", target) for target in targets)

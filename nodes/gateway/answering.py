@@ -9,6 +9,7 @@ a client asked wrongly, no other node would answer otherwise: that error passes.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from pdbus.bus.errors import Broken, Closed, DeadlineExceeded, Overloaded, PdError
@@ -21,6 +22,8 @@ from .prefixes import Read
 
 if TYPE_CHECKING:
     from .gateway import Gateway
+
+log = logging.getLogger("pdbus.gateway")
 
 TRIES_MAX = 3  # a request that breaks whoever takes it shall not break all
 LATE_S = 2.0  # after its deadline, for the node to say so
@@ -43,9 +46,11 @@ class Routed:
         sampling: Sampling,
         deadline_ms: int,
         stream: bool,
+        traceparent: str = "",
     ) -> None:
         self.number = number
         self.prompt = prompt
+        self.traceparent = traceparent
         self.attempt = 0
         self.finished: Finished | None = None
         self._gateway = gateway
@@ -68,7 +73,7 @@ class Routed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._gateway.flights.ends(self._flight, self._end, self._gateway.now_ns())
+        self._gateway.ended(self, self._flight, self._end)
         await self._leave()
 
     def __aiter__(self) -> Routed:
@@ -128,7 +133,11 @@ class Routed:
             self._full[node.life] = problem
             self._flight.enters(WAITING, "", self._gateway.now_ns())
             return
-        if not isinstance(problem, Broken | Closed | DeadlineExceeded) or (self._said and self._streams):
+        if not isinstance(problem, Broken | Closed | DeadlineExceeded):
+            raise problem
+        named = {"request": self.number, "attempt": self.attempt, "peer": node.name}
+        log.warning("attempt failed: %s", problem, extra=named)
+        if self._said and self._streams:
             raise problem
         self._failed[node.life] = problem
         self._gateway.counters["retries"] += 1
@@ -174,7 +183,11 @@ class Routed:
     def _ask(self, node: FleetNode, missing_tokens: int) -> None:
         self._node = node
         self._generation = node.client.generate(
-            self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
+            self.prompt,
+            model=self._model,
+            sampling=self._sampling,
+            deadline_ms=max(1, int(self._left_s * 1000)),
+            traceparent=self.traceparent,
         )
         node.began(self._generation, missing_tokens)
         self._flight.enters(PREFILL, node.name, self._gateway.now_ns())

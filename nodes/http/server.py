@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -29,6 +28,9 @@ from pdbus.bus.errors import PdError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.keyring import Keyring
 from pdbus.connector.channel import end_with_parent
+from pdbus.connector.process import keep_what_is_loaded
+from pdbus.nodes.logs import set_up_logs
+from pdbus.nodes.tracing import tracer_of
 
 from .app import create_app
 from .keys import HttpKeys
@@ -131,8 +133,12 @@ async def serve(args: HttpArgs) -> None:
     keys = HttpKeys(args.http_keys) if args.http_keys else None
     tls = Tls(args.tls_cert, args.tls_key).check()  # again: the files may have changed since the node started
     async with Client(args.bus, keys=_keyring(args)) as client:
-        app = create_app(OneNode(client), http=args.url, keys=keys)
+        tracer = tracer_of(args.name)
+        app = create_app(OneNode(client), http=args.url, keys=keys, tracer=tracer)
+        keep_what_is_loaded()
         await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=tls)
+        if tracer is not None:
+            tracer.close()
 
 
 async def serve_app(
@@ -165,10 +171,8 @@ async def serve_app(
 
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
-    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {args.name} HTTP: %(message)s", datefmt="%H:%M:%S")
-    end_with_parent()
-    if args.parent and os.getppid() != args.parent:
-        return 0
+    set_up_logs(f"{args.name} HTTP:" if args.log_format == "text" else args.name, args.log_format, logging.WARNING)
+    end_with_parent(args.parent)
     try:
         uvloop.run(serve(args))
     except PdError as e:
