@@ -164,15 +164,19 @@ class Client:
         model: str = "",
         sampling: Sampling | None = None,
         deadline_ms: int = DEADLINE_MS,
+        traceparent: str = "",
         **options: Any,
     ) -> Generation:
         """Start a generation: text, chat messages or token ids. `options` are fields of Sampling, instead of it.
+        `traceparent`: W3C's, of the span that it is a part of.
 
         It starts at once. Iterate over it for its messages.Token; see Generation. Raises RequestError for what no
         node would take.
         """
         name = self._station.take_id() if self._station is not None else ""
-        message = generate_message(name, prompt, model, sampling_of(sampling, options), deadline_ms, self._credit)
+        message = generate_message(
+            name, prompt, model, sampling_of(sampling, options), deadline_ms, self._credit, traceparent
+        )
         generation = Generation(self, message)
         self._live[message.client_id] = generation
         if self._node is not None:

@@ -26,7 +26,7 @@ from .door import EVENTS as DOOR_EVENTS
 from .door import Door, check_descriptors
 from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError, RequestError
 from .frames import Unreadable, pack, unpack
-from .keyring import Keyring
+from .keyring import Grants, Keyring
 from .messages import Error, Message
 from .ports import parse_address
 from .pump import Pump
@@ -57,7 +57,7 @@ class Received(NamedTuple):
 class _Link:
     """One connection: where to send, and how many messages went there."""
 
-    __slots__ = ("address", "identity", "key", "monitor", "problem", "public", "pump", "seq")
+    __slots__ = ("address", "grants", "identity", "key", "monitor", "problem", "public", "pump", "seq")
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class _Link:
         self.key = key
         self.address = address  # of one that we opened
         self.public = public  # the peer's key; '' without keys
+        self.grants = Grants()
         self.pump = pump
         self.identity = identity  # what ROUTER wants in front; None on a DEALER
         self.monitor = monitor
@@ -154,7 +155,7 @@ class Endpoint:
         if not address.startswith(LOCAL):
             self._door = Door(self._on_door)
         self._watch = Pump(watch, self._on_router_monitor)
-        self._router = Pump(socket, self._on_router, frames_max=FRAMES_MAX + 1, users=self.keyring is not None)
+        self._router = Pump(socket, self._on_router, frames_max=FRAMES_MAX, routed=True, users=self.keyring is not None)
         return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def connect(self, address: str, *, setting: str = "address") -> str:
@@ -359,7 +360,7 @@ class Endpoint:
         if link.public != self._router.user:
             self.counters.forbidden += 1
             return
-        self._on_frames(link, frames[1:] or [b""])
+        self._on_frames(link, frames[1:])
 
     def _on_frames(self, link: _Link, frames: list[bytes]) -> None:
         self.counters.received += 1
@@ -371,7 +372,7 @@ class Endpoint:
             if not e.is_error:
                 self._answer(link.key, e, "", e.header)
             return
-        if self.keyring is not None and (problem := self.keyring.refusal(link.public, header, message)):
+        if self.keyring is not None and (problem := self.keyring.refusal(link.public, header, message, link.grants)):
             self._forbid(link, problem, header, message)
             return
         if self._tap is not None:

@@ -1,6 +1,8 @@
-"""A message as ZeroMQ frames and back: `[pd1.<kind>] [header] [body] [raw...]`, the routing id not counted.
+"""A message as ZeroMQ frames and back: `[pd1.<kind> 0 length header body] [raw...]`, the routing id not counted.
 
-Knows limits and blame, nothing of sockets: whatever bytes come in, the answer is a Parsed or an Unreadable.
+All that is said stands in one frame, since each is sealed and opened by itself where there are keys. A zero byte ends
+the kind; the length is the header's, two bytes, big-endian. Knows limits and blame, nothing of sockets: whatever bytes
+come in, the answer is a Parsed or an Unreadable.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from .messages import MESSAGES, Message
 from .wire import FRAME_BYTES_MAX, FRAMES_MAX, PREFIX, Header, decode, encode
 
 HEADER_BYTES_MAX = 4096  # a header is two names, two incarnations and two counters
+LENGTH_BYTES = 2  # of the header's length
 KIND_BYTES_MAX = 64  # the longest kind has 21; what is longer is echoed cut
+KIND_END = b"\0"
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX  # all frames together: ZeroMQ limits only one frame
 
 Why = Literal["other_major", "unknown_kind", "bad_header", "bad_body", "too_many_frames", "oversize"]
 
-_FRAME_OF: dict[type[Message], bytes] = {m: PREFIX + m.KIND.encode() for m in MESSAGES.values()}
-_CLASS_OF: dict[bytes, type[Message]] = {frame: m for m, frame in _FRAME_OF.items()}
+_START_OF: dict[type[Message], bytes] = {m: PREFIX + m.KIND.encode() + KIND_END for m in MESSAGES.values()}
+_CLASS_OF: dict[bytes, type[Message]] = {start.removesuffix(KIND_END): m for m, start in _START_OF.items()}
 _ANY_MAJOR = re.compile(rb"pd(\d{1,9})\.(.*)", re.DOTALL)
 
 
@@ -47,7 +51,11 @@ class Unreadable(RemoteProtocolError):
 
 def pack(header: Header, message: Message, raw: Sequence[bytes] = ()) -> list[bytes]:
     """The frames of one message. Raises LocalProtocolError for what no peer would accept."""
-    frames = [_FRAME_OF[type(message)], encode(header), encode(message), *raw]
+    head = encode(header)
+    if len(head) > HEADER_BYTES_MAX:
+        raise LocalProtocolError(f"{message.KIND}: a header of {len(head)} bytes, at most {HEADER_BYTES_MAX}")
+    length = len(head).to_bytes(LENGTH_BYTES, "big")
+    frames = [b"".join((_START_OF[type(message)], length, head, encode(message))), *raw]
     if len(frames) > FRAMES_MAX:
         raise LocalProtocolError(f"{message.KIND}: {len(frames)} frames, at most {FRAMES_MAX}")
     size = sum(map(len, frames))
@@ -58,39 +66,51 @@ def pack(header: Header, message: Message, raw: Sequence[bytes] = ()) -> list[by
 
 def unpack(frames: Sequence[bytes]) -> Parsed:
     """The inverse of pack. Raises Unreadable, and nothing else, for any other bytes."""
-    message_class = _CLASS_OF.get(frames[0])
+    first = frames[0]
+    kind_end = first.find(KIND_END)
+    message_class = _CLASS_OF.get(first[:kind_end] if kind_end >= 0 else first)
     if message_class is None:
-        raise _not_ours(frames[0])
+        raise _not_ours(first)
     kind = message_class.KIND
     if len(frames) > FRAMES_MAX:
         raise Unreadable("too_many_frames", f"{len(frames)} frames, at most {FRAMES_MAX}", kind=kind, field="raw")
-    if len(frames) < 3:
-        raise Unreadable("bad_body", f"{len(frames)} frames, at least 3: kind, header, body", kind=kind, field="body")
-    header = _header(frames[1], kind)
+    header, end = _header(first, len(kind) + len(PREFIX) + len(KIND_END), kind)
     if sum(map(len, frames)) > MESSAGE_BYTES_MAX:
         problem = f"more than {MESSAGE_BYTES_MAX} bytes in all frames together"
         raise Unreadable("oversize", problem, kind=kind, field="raw", header=header)
     try:
-        message = decode(frames[2], message_class, name=kind)
+        message = decode(first[end:], message_class, name=kind)
     except RemoteProtocolError as e:
         raise Unreadable("bad_body", str(e), kind=kind, field=e.field or "body", header=header) from None
-    return Parsed(header, message, tuple(frames[3:]))
+    return Parsed(header, message, tuple(frames[1:]))
 
 
-def _header(data: bytes, kind: str) -> Header:
-    if len(data) > HEADER_BYTES_MAX:
-        problem = f"a header of {len(data)} bytes, at most {HEADER_BYTES_MAX}"
+def _header(first: bytes, at: int, kind: str) -> tuple[Header, int]:
+    """The header whose length stands at `at`, and where the body begins."""
+    begin = at + LENGTH_BYTES
+    length = int.from_bytes(first[at:begin], "big")
+    if length > HEADER_BYTES_MAX:
+        problem = f"a header of {length} bytes, at most {HEADER_BYTES_MAX}"
         raise Unreadable("oversize", problem, kind=kind, field="header")
+    end = begin + length
+    if not length or end > len(first):
+        raise Unreadable(
+            "bad_header",
+            "a zero byte, two of the header's length, header and body must follow the kind",
+            kind=kind,
+            field="header",
+        )
     try:
-        return decode(data, Header, name=kind)
+        return decode(first[begin:end], Header, name=kind), end
     except RemoteProtocolError as e:
         raise Unreadable("bad_header", str(e), kind=kind, field=f"header.{e.field}".removesuffix(".")) from None
 
 
-def _not_ours(frame: bytes) -> Unreadable:
-    match = _ANY_MAJOR.fullmatch(frame[:KIND_BYTES_MAX])
+def _not_ours(first: bytes) -> Unreadable:
+    start = first[: KIND_BYTES_MAX + 1].partition(KIND_END)[0][:KIND_BYTES_MAX]
+    match = _ANY_MAJOR.fullmatch(start)
     if match is None:
-        return Unreadable("unknown_kind", f"expected {PREFIX.decode()}<kind> in the first frame", kind=_text(frame))
+        return Unreadable("unknown_kind", f"expected {PREFIX.decode()}<kind> in the first frame", kind=_text(start))
     major, kind = match[1], _text(match[2])
     if b"pd" + major + b"." != PREFIX:
         return Unreadable("other_major", f"major version {int(major)} is not spoken here, only 1", kind=kind)

@@ -179,7 +179,13 @@ class Generation:
 
 
 def generate_message(
-    client_id: str, prompt: Prompt, model: str, sampling: Sampling, deadline_ms: int, credit: int
+    client_id: str,
+    prompt: Prompt,
+    model: str,
+    sampling: Sampling,
+    deadline_ms: int,
+    credit: int,
+    traceparent: str = "",
 ) -> Generate:
     """Raises RequestError, naming the parameter, for what no node would take."""
     text = messages = tokens = tools = None
@@ -202,6 +208,7 @@ def generate_message(
             sampling=sampling,
             deadline_ms=deadline_ms,
             credit=credit,
+            traceparent=traceparent,
         )
     )
 
@@ -220,7 +227,7 @@ def _token_bytes(prompt: Any) -> bytes:
     try:
         if isinstance(prompt, bytes | bytearray | memoryview | Mapping):
             raise TypeError("no list")
-        if any(isinstance(token, bool) for token in prompt):
+        if bool in set(map(type, prompt)):
             raise TypeError("true and false are no ids")
         return wire.pack_u32(prompt)
     except (TypeError, OverflowError):

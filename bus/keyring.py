@@ -15,10 +15,22 @@ from .roles import LOOKED_INTO, RUNS, refusal
 from .wire import Header
 
 SAY_AGAIN_S = 10.0  # one line a key in this time: a refused peer repeats itself
-GRANTED_MAX = 4096  # pairs of a key and a name
 PUBLIC_SHOWN = 12  # digits, enough to find it on the allow-list
 
 log = logging.getLogger("pdbus.keys")
+
+
+class Grants:
+    """The kinds of messages that one connection was found to be allowed, in one name, by one allow-list."""
+
+    __slots__ = ("allowed", "kinds", "name")
+
+    def __init__(self) -> None:
+        self.start(None, "")
+
+    def start(self, allowed: AllowList | None, name: str) -> None:
+        self.allowed, self.name = allowed, name
+        self.kinds: set[type[Message]] = set()
 
 
 class Keyring:
@@ -31,14 +43,12 @@ class Keyring:
         self._node = node
         self.allowed: AllowList
         self._stamp: Stamp
-        self._granted: dict[tuple[str, str], set[type[Message]]] = {}  # by key and name: what was found to be allowed
         self._said: dict[str, float] = {}  # by key, '' for strangers: when it was last logged
         self._read()
 
     def _read(self) -> None:
         self._stamp = self.folder.stamp()
         self.allowed = self.folder.allowed()
-        self._granted = {}
 
     def reload(self) -> tuple[Key, ...]:
         """Read the allow-list again if it has changed. Returns the keys that no longer stand on it, or say something
@@ -76,20 +86,16 @@ class Keyring:
 
     # ------------------------------------------------------------ may it say that?
 
-    def refusal(self, public: str, header: Header, message: Message) -> str:
-        """Why this message of whom has that key is not heard; '' when it is."""
-        if type(message) in self._granted.get((public, header.from_), ()):
+    def refusal(self, public: str, header: Header, message: Message, grants: Grants) -> str:
+        """Why this message of whom has that key is not heard; '' when it is. `grants`: of the same connection."""
+        if grants.allowed is not self.allowed or grants.name != header.from_:
+            grants.start(self.allowed, header.from_)
+        elif type(message) in grants.kinds:
             return ""
         problem = self._refusal(public, header, message)
         if not problem and type(message) not in LOOKED_INTO:
-            self._grant(public, header.from_, type(message))
+            grants.kinds.add(type(message))
         return problem
-
-    def _grant(self, public: str, name: str, kind: type[Message]) -> None:
-        """Until the list changes."""
-        while len(self._granted) >= GRANTED_MAX:
-            del self._granted[next(iter(self._granted))]
-        self._granted.setdefault((public, name), set()).add(kind)
 
     def _refusal(self, public: str, header: Header, message: Message) -> str:
         key = self.allowed.get(public)

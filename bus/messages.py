@@ -296,6 +296,7 @@ class Generate(Message):
     deadline_ms: int = 300_000
     credit: int = 1024  # tokens the client is willing to have unacknowledged
     tools: tuple[dict[str, Any], ...] | None = None  # with messages: what the chat template is given as its tools
+    traceparent: str = ""  # W3C's: the span that this is a part of
 
 
 class Token(Message):
@@ -382,6 +383,7 @@ class PrefillRequest(Message):
     prompt_digest: bytes  # xxh3_128 of the ids
     digests: bool = False  # whether block_digests are wanted
     pair: bytes = b""  # in the prompt's place: names the request that another server was given together with this one
+    traceparent: str = ""  # W3C's: the span that this is a part of
 
 
 class PrefillAccepted(Message):

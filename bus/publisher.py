@@ -1,7 +1,7 @@
 """PUB and SUB: what may be lost and can be rebuilt.
 
 ZeroMQ filters by the first bytes of frame 0, so the topic stands there and the message after it:
-`[topic] [pd1.published] [header] [body]`. A topic is `<group>@<node>`; header.seq counts per topic, from 1.
+`[topic] [pd1.published ...]`. A topic is `<group>@<node>`; header.seq counts per topic, from 1.
 
 A SUB socket connects and subscribes in the background: what is published before the subscription has arrived is lost.
 So a subscriber subscribes, last, to a *mark* that is its own; the publisher answers a subscription to a mark with the
@@ -35,7 +35,7 @@ MARK = b"\xff"  # how a mark begins: no topic does, since this is no UTF-8; and 
 MARK_BYTES = 16  # random ones that follow
 SUBSCRIBED = b"\x01"  # how XPUB tells of a subscription; the topic follows
 REBIND_S = 0.02  # until the port is free again; ZeroMQ gives it up in the background
-FRAMES = 5  # topic, kind, header, body, and one more that tells of too many
+FRAMES = 2  # topic, message
 
 
 class Publisher:

@@ -21,7 +21,8 @@ class Pump:
 
     `deliver` gets at most `frames_max` + 1 frames of a message (one too many shows that there were more), may
     send, and may close the pump. An exception of it goes to the loop's exception handler; reading goes on.
-    With `users`, `user` is what the handshake's handler called the sender of the message being delivered; '' for none.
+    `routed`: each begins with a routing id, which `frames_max` does not count. With `users`, which needs that, `user`
+    is what the handshake's handler called the sender of the message being delivered; '' for none.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class Pump:
         deliver: Callable[[list[bytes]], None],
         *,
         frames_max: int = 64,
+        routed: bool = False,
         users: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.socket = socket
         self._deliver = deliver
-        self._frames_max = frames_max
+        self._frames_max = frames_max + routed
+        self._routed = routed
         self._users = users
         self.user = ""
         self._fd = int(socket.get(zmq.FD))
@@ -108,8 +111,8 @@ class Pump:
             frames = [socket.recv(zmq.NOBLOCK)]
         except zmq.Again:
             return None
+        more = self._routed or socket.get(zmq.RCVMORE)  # a routing id never comes alone
         frame = None
-        more = socket.get(zmq.RCVMORE)
         while more:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) <= self._frames_max:
@@ -120,8 +123,8 @@ class Pump:
         return frames
 
 
-def _user_of(frame: zmq.Frame | None) -> str:
+def _user_of(frame: Any) -> str:
     try:
-        return str(frame.get(USER)) if frame is not None else ""
+        return frame.get(USER)  # type: ignore[no-any-return]
     except zmq.ZMQError:  # it has none
         return ""

@@ -1,8 +1,8 @@
 """Bytes in, declared types out. The only module that knows msgspec and msgpack.
 
-A message is `[pd1.<kind>] [header] [body] [raw...]`. The major version stands in frame 0, so that a peer
-of another major is refused without decoding anything. Header and body are msgpack maps with string keys:
-unknown keys are ignored, missing ones take their defaults, wrong types are refused by the field's name.
+A message begins with `pd1.<kind>`, so that a peer of another major is refused without decoding anything. Its header
+and body are msgpack maps with string keys: unknown keys are ignored, missing ones take their defaults, wrong types are
+refused by the field's name.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class Answer:
     sampling: Sampling
     checker: StopChecker
     piece: Callable[[int], bytes]  # what a token stands for
+    traceparent: str = ""  # what prefill nodes are told
     tokens: list[int] = field(default_factory=list)
     sent: int = 0
     text: str = ""  # complete, not yet sent

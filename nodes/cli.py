@@ -148,7 +148,6 @@ def gateway(
     from .gateway.endpoints import paired
     from .http.tls import Tls
 
-    asked = context.get_parameter_source("http")
     config = GatewayConfig(
         join=_parts(join),
         vllm=vllm,
@@ -156,7 +155,7 @@ def gateway(
         decoders=paired(decoder_host, decoder_port, "--decoder-host", "--decoder-port"),
         prefillers=paired(prefiller_host, prefiller_port, "--prefiller-host", "--prefiller-port"),
         http=http,
-        http_asked=asked is not None and asked.name != "DEFAULT",
+        asked=frozenset(name for name in context.params if _given(context, name)),
         keys=keys,
         http_keys=http_keys,
         tls=Tls(http_tls_cert, http_tls_key),
@@ -168,6 +167,12 @@ def gateway(
         record_tokens=record_tokens,
     )
     raise typer.Exit(run_gateway(config))
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the user gave it: a default may be overruled where a wish is refused."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _parts(texts: list[str]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from pdbus.bus.errors import Broken, ConfigError
 from pdbus.bus.keyring import Keyring
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
-from pdbus.bus.wire import decode, encode, pack_u32
+from pdbus.bus.wire import decode, encode, pack_u32, replace
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoversReady
 from pdbus.connector.key_watch import KeyWatch
@@ -47,7 +47,9 @@ from .measures import Measures
 from .rank_children import agents_of, movers, workers
 from .recording import NodeRecorder
 from .setup import Setup, set_up
+from .spans import NodeSpans
 from .tokenizer import load_tokenizer
+from .tracing import tracer_of
 
 STARTS_MAX = 3  # of a child in a row without becoming ready; then the node ends
 RESTART_WAIT_S = 0.1  # before a child is started again; one that dies at once must not spin
@@ -101,6 +103,8 @@ class Control:
         self._ready, self._loaded = False, ""  # what the log says of it
         self._tasks: set[asyncio.Task[Any]] = set()
         self.measures = Measures()
+        tracer = tracer_of(config.name)
+        self.spans = NodeSpans(tracer, config.name, setup.model) if tracer is not None else None
         self.endpoint, self.publisher = make_bus(config, self.incarnation, self._on_message, self._on_link_lost)
         self.address, self.events = bind_bus(config, self.endpoint, self.publisher)
         self._keys = self._key_watch(self.endpoint.keyring) if self.endpoint.keyring is not None else None
@@ -175,6 +179,8 @@ class Control:
         self.endpoint.close(linger_ms=FLUSH_MS)
         if self._recorder is not None:
             self._recorder.close()
+        if self.spans is not None:
+            self.spans.close()
 
     @property
     def ended(self) -> bool:
@@ -221,6 +227,8 @@ class Control:
         recorder, was = self._recorder, self.core.drain_until
         effects = recorder.turn(self.core, event, now) if recorder else self.core.handle(event, now)
         self.measures.turn(event, effects)
+        if self.spans is not None:
+            self.spans.decided(effects)
         if was is None and self.core.drain_until is not None:  # a signal's doing, or a client's
             log.info("draining")
         if self._ready is bool(report.not_ready(self.core)):
@@ -249,6 +257,7 @@ class Control:
         message = received.message
         if isinstance(message, PrefillRequest):
             prompt, hashes = checked_prompt(received, self.setup)
+            message = self._untraced(message)
             self._prompts[message.try_] = prompt
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message, block_hashes=hashes))
             self._prompts.pop(message.try_, None)
@@ -256,14 +265,30 @@ class Control:
             check_first_tokens(message, self.setup)
             self.post(ev.MessageCame(link=received.link, header=received.header, message=message))
 
+    def _untraced(self, message: PrefillRequest) -> PrefillRequest:
+        """As the core hears it, and as it is recorded."""
+        if not message.traceparent:
+            return message
+        if self.spans is not None:
+            self.spans.asked(message.try_, message.traceparent)
+        return replace(message, traceparent="")
+
     def _on_link_lost(self, link: str, reason: str = "") -> None:
         self.post(ev.LinkLost(link=link, reason=reason))
 
     def _send(self, e: ev.Send[Message]) -> None:
-        raw = (pack_u32(self.intake.prompt(e.message.try_.request)),) if isinstance(e.message, PrefillRequest) else ()
-        self.endpoint.send(e.link, e.message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
         if isinstance(e.message, PrefillRequest):
-            self._warm()
+            self._send_prefill(e, e.message)
+        else:
+            self.endpoint.send(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
+
+    def _send_prefill(self, e: ev.Send[Message], message: PrefillRequest) -> None:
+        request = message.try_.request
+        if traceparent := self.intake.traceparent(request):
+            message = replace(message, traceparent=traceparent)
+        raw = (pack_u32(self.intake.prompt(request)),)
+        self.endpoint.send(e.link, message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
+        self._warm()
 
     def _open_link(self, e: ev.OpenLink) -> None:
         try:

@@ -49,6 +49,7 @@ from .prompt_reader import PromptReader
 from .text import StopChecker
 from .tokenizer import Tokenizer
 from .tokenizer_files import tokenizer_part
+from .tracing import passed
 
 if TYPE_CHECKING:
     from .control import Control
@@ -157,6 +158,8 @@ class Intake:
         if cancelled:
             self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
             return
+        spans = self._control.spans
+        told = spans.began(request, message.traceparent) if spans else passed(message.traceparent)
         packed = pack_u32(prompt)
         self._answers[request] = Answer(
             request=request,
@@ -168,6 +171,7 @@ class Intake:
             sampling=sampling,
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
             piece=self._tokenizer.piece,
+            traceparent=told,
         )
         self._control.post(
             ev.GenerateAsked(
@@ -243,6 +247,10 @@ class Intake:
 
     def prompt(self, request: bytes) -> Sequence[int]:
         return self._answers[request].prompt
+
+    def traceparent(self, request: bytes) -> str:
+        """What prefill nodes are told of its trace."""
+        return self._answers[request].traceparent
 
     def take(self, seq: int, token: int, logprob: TokenLogprob | None) -> bool:
         """Append a token to a sequence's answer. True when it ends there. False for what has ended already."""
@@ -327,6 +335,7 @@ class Intake:
                 "max_model_len": control.setup.max_model_len,
                 "vocab_size": control.setup.vocab_size,
                 "block_size": control.setup.geometry.block_size,
+                "block_bytes": control.setup.geometry.block_bytes,
                 "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
@@ -338,7 +347,7 @@ class Intake:
                     {"worker": worker, "mover": mover}
                     for worker, mover in zip(control.worker.pids, control.mover.pids, strict=True)
                 ],
-                "peers": report.peers(core),
+                "peers": report.peers(core, now),
                 "leases": core.offers.rows(),
                 "reads": core.fetches.rows(),
                 "requests": report.requests(core, now),

@@ -12,7 +12,7 @@ from pdbus.bus.messages import Outcome
 from .circuits import CircuitState
 from .core import NodeCore
 from .decode import Request
-from .peers import LOADING
+from .peers import LOADING, key_of
 
 NEWS_CHARS_MAX = 1000
 PREFIX = "pdbus_"  # of every metric's name
@@ -78,7 +78,7 @@ def _request(r: Request, now: int) -> dict[str, Any]:
     }
 
 
-def peers(core: NodeCore) -> list[dict[str, Any]]:
+def peers(core: NodeCore, now: int) -> list[dict[str, Any]]:
     fetching, reading = core.requests.fetching_from(), core.prefills.readers()
     return [
         {
@@ -95,6 +95,7 @@ def peers(core: NodeCore) -> list[dict[str, Any]]:
             "leases": reading.get(p.name, 0),
             "fetches": fetching.get(p.name, 0),
             "prefill_tokens_per_s": p.load.prefill_tokens_per_s if p.load else 0,
+            "read_bytes_per_s": core.places.sources.read_bytes_per_s(key_of(p), now),
         }
         for p in core.peers.members()
     ]

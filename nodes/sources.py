@@ -44,6 +44,12 @@ class Sources:
     def __init__(self) -> None:
         self._facts: OrderedDict[str, SourceFacts] = OrderedDict()
 
+    def read_bytes_per_s(self, key: str, now: int) -> int:
+        """What reads from there lately brought in a second; 0: not known."""
+        facts = self._facts.get(key)
+        byte_ns = facts.read.per(now) if facts is not None else 0.0
+        return int(1e9 / byte_ns) if byte_ns else 0
+
     def of(self, key: str) -> SourceFacts:
         facts = self._facts.setdefault(key, SourceFacts())
         self._facts.move_to_end(key)

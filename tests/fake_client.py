@@ -86,13 +86,22 @@ class FakeClient:
         self.says: dict[str, Any] | Exception = dict(STATUS)
         self.asked: list[tuple[Any, Sampling]] = []
         self.deadlines_ms: list[int] = []
+        self.traceparents: list[str] = []
         self.generations: list[FakeGeneration] = []
         self.waiting = asyncio.Event()  # set when a script has come to an event
         self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
 
     def generate(
-        self, prompt: Any, *, model: str = "", sampling: Sampling, deadline_ms: int = 300_000, stream: bool = False
+        self,
+        prompt: Any,
+        *,
+        model: str = "",
+        sampling: Sampling,
+        deadline_ms: int = 300_000,
+        stream: bool = False,
+        traceparent: str = "",
     ) -> FakeGeneration:
+        self.traceparents.append(traceparent)
         self.asked.append((prompt, sampling))
         self.deadlines_ms.append(deadline_ms)
         self.generations.append(FakeGeneration(self.script, self.waiting))

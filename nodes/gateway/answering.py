@@ -43,9 +43,11 @@ class Routed:
         sampling: Sampling,
         deadline_ms: int,
         stream: bool,
+        traceparent: str = "",
     ) -> None:
         self.number = number
         self.prompt = prompt
+        self.traceparent = traceparent
         self.attempt = 0
         self.finished: Finished | None = None
         self._gateway = gateway
@@ -68,7 +70,7 @@ class Routed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._gateway.flights.ends(self._flight, self._end, self._gateway.now_ns())
+        self._gateway.ended(self, self._flight, self._end)
         await self._leave()
 
     def __aiter__(self) -> Routed:
@@ -174,7 +176,11 @@ class Routed:
     def _ask(self, node: FleetNode, missing_tokens: int) -> None:
         self._node = node
         self._generation = node.client.generate(
-            self.prompt, model=self._model, sampling=self._sampling, deadline_ms=max(1, int(self._left_s * 1000))
+            self.prompt,
+            model=self._model,
+            sampling=self._sampling,
+            deadline_ms=max(1, int(self._left_s * 1000)),
+            traceparent=self.traceparent,
         )
         node.began(self._generation, missing_tokens)
         self._flight.enters(PREFILL, node.name, self._gateway.now_ns())

@@ -20,6 +20,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
+from pdbus.connector.process import keep_what_is_loaded
 from pdbus.nodes.config import node_name, not_insecure
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.errors import JSON
@@ -27,6 +28,7 @@ from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.listening import listen
 from pdbus.nodes.http.server import serve_app
 from pdbus.nodes.http.tls import Tls
+from pdbus.nodes.tracing import Tracer, tracer_of
 
 from .endpoints import Endpoint, Endpoints
 from .gateway import Gateway
@@ -41,13 +43,14 @@ log = logging.getLogger("pdbus.gateway")
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """What the user chose. `http` is HOST:PORT; `http_asked`: it was given, so that a taken port is an error."""
+    """What the user chose. `http` is HOST:PORT; `asked`: the options that were given, by parameter. One that
+    cannot be had is an error then, where a default would give way."""
 
     join: tuple[str, ...]
     decoders: tuple[Endpoint, ...]
     prefillers: tuple[Endpoint, ...]
     http: str
-    http_asked: bool
+    asked: frozenset[str]
     keys: str
     http_keys: str
     tls: Tls
@@ -70,13 +73,18 @@ def run_gateway(config: GatewayConfig) -> int:
     keyring = client_keyring(config.keys, setting="--keys") if config.keys else None
     http_keys = HttpKeys(config.http_keys) if config.http_keys else None
     config.tls.check()
-    listening = listen(at.host, at.port, search=not config.http_asked, host_setting="--http", port_setting="--http")
     name = config.name or f"gateway-{os.urandom(2).hex()}"
+    tracer = None if config.vllm else tracer_of(name)
+    listening = listen(
+        at.host, at.port, search="http" not in config.asked, host_setting="--http", port_setting="--http"
+    )
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
     if config.vllm:
         uvloop.run(_run_front(config, listening, http_keys))
     else:
-        uvloop.run(_run(config, name, listening, keyring, http_keys))
+        uvloop.run(_run(config, name, listening, keyring, http_keys, tracer))
+        if tracer is not None:
+            tracer.close()
     return 0
 
 
@@ -108,6 +116,10 @@ def _check_vllm(config: GatewayConfig) -> None:
     for option, given in (("--join", config.join), ("--keys", config.keys), ("--record", config.record)):
         if given:
             raise ConfigError(option, "is for nodes of pdbus: leave it away with --vllm")
+    if "policy" in config.asked:
+        raise ConfigError("--policy", "is for nodes of pdbus: vLLM servers take turns, leave it away with --vllm")
+    if "queue" in config.asked:
+        raise ConfigError("--queue", "is for nodes of pdbus: vLLM servers queue themselves, leave it away with --vllm")
     if not config.decoders:
         raise ConfigError("--decoder-port", "is needed: where vLLM's decode server answers HTTP")
     if not config.prefillers:
@@ -124,21 +136,27 @@ def http_address(text: str) -> Address:
 
 
 async def _run(
-    config: GatewayConfig, name: str, listening: socket.socket, keyring: Keyring | None, http_keys: HttpKeys | None
+    config: GatewayConfig,
+    name: str,
+    listening: socket.socket,
+    keyring: Keyring | None,
+    http_keys: HttpKeys | None,
+    tracer: Tracer | None,
 ) -> None:
     called = (*config.join, *map(str, config.decoders))
     station = Station(
         address=",".join(called), role="gateway", name=name, keyring=keyring, record=config.record or None,
         record_tokens=config.record_tokens, setting="--record",
     )  # fmt: skip
-    gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue)
+    gateway = Gateway(station, config.join, policy=config.policy, queue=config.queue, tracer=tracer)
     endpoints = Endpoints(gateway.fleet, config.decoders, config.prefillers)
     gateway.looked_by(endpoints.looked)
     url = _url(listening, config.tls.scheme)
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
-            app = app_of(gateway, url, http_keys)
+            app = app_of(gateway, url, http_keys, tracer)
+            keep_what_is_loaded()
             signals = (signal.SIGTERM, signal.SIGINT)
             serving = asyncio.ensure_future(serve_app(app, listening, grace_s=DRAIN_S, signals=signals, tls=config.tls))
             await asyncio.wait((serving, gateway.fleet.failed), return_when=asyncio.FIRST_COMPLETED)
@@ -164,10 +182,10 @@ async def _run_front(config: GatewayConfig, listening: socket.socket, http_keys:
         await serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT), tls=config.tls)
 
 
-def app_of(gateway: Gateway, http: str = "", keys: HttpKeys | None = None) -> Starlette:
+def app_of(gateway: Gateway, http: str = "", keys: HttpKeys | None = None, tracer: Tracer | None = None) -> Starlette:
     """The paths of nodes, and the gateway's own. `http`: its address."""
     more = [Route("/pd/nodes", _nodes(gateway)), *ui.routes(gateway)]
-    return create_app(gateway, http=http, keys=keys, more=more, open_paths=[ui.PAGE])
+    return create_app(gateway, http=http, keys=keys, more=more, open_paths=[ui.PAGE], tracer=tracer)
 
 
 def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:

@@ -13,7 +13,7 @@ from pdbus.bus.generation import Generation
 from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
-from .routing import NodeView, prefill_rate
+from .routing import NodeView, prompt_rates
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
 ONLY_PREFILLS = "it only prefills for others"  # the problem of a node that works, and is no decode node
@@ -82,7 +82,7 @@ class FleetNode:
         return self.name, self.incarnation
 
     def view(self, matched_tokens: int = 0) -> NodeView:
-        metrics = self.status.get("metrics", {})
+        metrics, rates = self.status.get("metrics", {}), prompt_rates(self.status)
         return NodeView(
             name=self.name,
             incarnation=self.incarnation,
@@ -92,7 +92,8 @@ class FleetNode:
             free_blocks=int(metrics.get("kv_blocks_free", 0)) + int(metrics.get("kv_blocks_cached", 0)),
             block_size=int(self.status.get("block_size", 16)),
             matched_tokens=matched_tokens,
-            prefill_tokens_per_s=prefill_rate(self.status),
+            prefill_tokens_per_s=rates.prefill,
+            read_tokens_per_s=rates.read,
         )
 
     # ------------------------------------------------------------ what it says

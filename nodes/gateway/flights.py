@@ -45,6 +45,13 @@ class Flight:
     def ends(self, how: str, now_ns: int) -> None:
         self.end, self._ended_ns = how, now_ns
 
+    def waits(self) -> Iterator[tuple[int, int, str]]:
+        """Each time that it had no node: from when until when, and the node that it had then; '' where it ended so."""
+        follows = [*((node, begin) for _, node, begin in self._spans[1:]), ("", self._ended_ns)]
+        for (what, _, begin), (node, end) in zip(self._spans, follows, strict=True):
+            if what == WAITING:
+                yield begin, end, node
+
     def said(self, now_ns: int) -> dict[str, Any]:
         """Times in milliseconds ago."""
         until = [begin for _, _, begin in self._spans[1:]] + [self._ended_ns or now_ns]

@@ -14,12 +14,13 @@ from pdbus.bus.messages import Outcome, Sampling
 from pdbus.bus.station import Station
 from pdbus.nodes.tokenizer import Tokenizer
 from pdbus.nodes.tokenizer_files import fetch_tokenizer
+from pdbus.nodes.tracing import Tracer, Value, parse
 
 from .answering import Routed
 from .choices import Chose
 from .fleet import Fleet
 from .fleet_node import FleetNode
-from .flights import Flights
+from .flights import Flight, Flights
 from .prefixes import Prefixes, Read
 from .routing import KNOWS_PREFIXES, Ask, choose
 from .waiting import Waiting
@@ -30,8 +31,11 @@ QUEUE = 256  # requests that wait for room; one more is told when to come back
 class Gateway:
     """Implements nodes/http/upstream.py over the nodes that `joins`, bus addresses, lead to. Within `async with`."""
 
-    def __init__(self, station: Station, joins: Sequence[str], *, policy: str, queue: int = QUEUE) -> None:
+    def __init__(
+        self, station: Station, joins: Sequence[str], *, policy: str, queue: int = QUEUE, tracer: Tracer | None = None
+    ) -> None:
         self.policy = policy
+        self._tracer = tracer
         self.counters: Counter[str] = Counter()
         self.waiting = Waiting(queue)
         self.flights = Flights()
@@ -51,7 +55,9 @@ class Gateway:
             self.prefixes.close()
         await self.fleet.__aexit__()
 
-    def generate(self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool) -> Routed:
+    def generate(
+        self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool, traceparent: str
+    ) -> Routed:
         self.counters["requests"] += 1
         return Routed(
             self,
@@ -61,6 +67,7 @@ class Gateway:
             sampling=sampling,
             deadline_ms=deadline_ms,
             stream=stream,
+            traceparent=traceparent,
         )
 
     async def read(self, prompt: Prompt) -> Read:
@@ -89,6 +96,16 @@ class Gateway:
         )
         place = next(i for i, node in enumerate(nodes) if node.name == choice.node)
         return nodes[place], read.length - matched[place]
+
+    def ended(self, request: Routed, flight: Flight, how: str) -> None:
+        """A request is over; its ways to nodes are told as spans, where traces are made."""
+        self.flights.ends(flight, how, self.now_ns())
+        above = parse(request.traceparent) if self._tracer is not None else None
+        if self._tracer is None or above is None:
+            return
+        for attempt, (begin_ns, end_ns, node) in enumerate(flight.waits(), 1):
+            said: dict[str, Value] = {"pdbus.policy": self.policy, "pdbus.attempt": attempt, "pdbus.node": node}
+            self._tracer.over(above.child(), "route", begin_ns, end_ns, said, problem="" if node else "no node")
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ choice can be made again. A policy gives each node a score; the highest wins; eq
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.wire import Declared
@@ -30,6 +30,7 @@ class NodeView(Declared):
     block_size: int = 16  # tokens
     matched_tokens: int = 0  # of the prompt's beginning that are in its prefix cache
     prefill_tokens_per_s: int = 0  # where its prompts are computed, as measured lately; 0: not known
+    read_tokens_per_s: int = 0  # whose KV cache comes over the link from there, as measured lately; 0: not known
 
 
 class Ask(Declared):
@@ -68,10 +69,11 @@ def prefix(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
 
 def cost(ask: Ask, nodes: Sequence[NodeView]) -> list[float]:
     """The least work before and beside the answer, in prompt tokens at the fastest node's speed: what is missing of the
-    prompt, what waits before it, who runs beside it, and what has no room. A node whose speed is not known counts as
-    fast, so that it is tried."""
-    fastest = max((node.prefill_tokens_per_s for node in nodes), default=0)
-    return [-_cost(ask, node, _slower(node.prefill_tokens_per_s, fastest)) for node in nodes]
+    prompt, what waits before it, who runs beside it, and what has no room. A node is as fast as the slower of computing
+    and reading; one whose speed is not known counts as fast, so that it is tried."""
+    speeds = [Rates(node.prefill_tokens_per_s, node.read_tokens_per_s).speed for node in nodes]
+    fastest = max(speeds, default=0)
+    return [-_cost(ask, node, _slower(speed, fastest)) for node, speed in zip(nodes, speeds, strict=True)]
 
 
 def _slower(rate: int, fastest: int) -> float:
@@ -86,17 +88,38 @@ def _cost(ask: Ask, node: NodeView, slower: float) -> float:
     return slower * prompts + RUNNING_TOKENS * (node.running + node.queued)
 
 
-def prefill_rate(status: Mapping[str, Any]) -> int:
-    """Prompt tokens a second where a decode node's prompts are computed, from its status: of the fastest prefill node
-    that it can ask, or its own where it computes them itself. 0: not known."""
-    own = max(0, int(status.get("metrics", {}).get("prefill_tokens_per_s", 0)))
+class Rates(NamedTuple):
+    """Prompt tokens a second: computed, and read from where they were. 0: not known, or nothing to read."""
+
+    prefill: int = 0
+    read: int = 0
+
+    @property
+    def speed(self) -> int:
+        """Reads go on beside the computing, so the slower of the two counts."""
+        return min(self.prefill, self.read) if self.read else self.prefill
+
+
+def prompt_rates(status: Mapping[str, Any]) -> Rates:
+    """Where a decode node's prompts are computed, from its status: of the best prefill node that it can ask, or its own
+    where it computes them itself."""
+    own = Rates(_count(status.get("metrics", {}).get("prefill_tokens_per_s")))
     policy = status.get("prefill_policy", "remote")
-    there = [] if policy == "local" else [_rate(peer) for peer in status.get("peers", ()) if _is_asked(peer)]
-    return max(*there, own if policy == "auto" else 0) if there else own
+    there = [] if policy == "local" else [_rates(peer, status) for peer in status.get("peers", ()) if _is_asked(peer)]
+    if policy == "auto" or not there:
+        there.append(own)
+    return max(there, key=lambda rates: rates.speed)
 
 
-def _rate(peer: Mapping[str, Any]) -> int:
-    return max(0, int(peer.get("prefill_tokens_per_s", 0)))
+def _rates(peer: Mapping[str, Any], status: Mapping[str, Any]) -> Rates:
+    """Of a prefill node, and of the link to it."""
+    block_bytes, block_size = _count(status.get("block_bytes")), _count(status.get("block_size"))
+    read = _count(peer.get("read_bytes_per_s")) * block_size // block_bytes if block_bytes else 0
+    return Rates(_count(peer.get("prefill_tokens_per_s")), read)
+
+
+def _count(said: Any) -> int:
+    return max(0, int(said or 0))
 
 
 def _is_asked(peer: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from .tools import Called, reader_of
 class Answer:
     """Builds the objects of one answer's choice. `Chat` and `Completion` say what differs between the two APIs."""
 
+    OPERATION: ClassVar[str]  # as traces call it
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
@@ -95,6 +96,7 @@ class Answer:
 
 
 class Completion(Answer):
+    OPERATION = "text_completion"
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:
@@ -138,6 +140,7 @@ class Completion(Answer):
 
 
 class Chat(Answer):
+    OPERATION = "chat"
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, asked: Asked, model: str, created_s: int, index: int = 0) -> None:

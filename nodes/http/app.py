@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
+from pdbus.nodes.tracing import Tracer
 
 from .answer import Chat, Completion
 from .bearer import Bearer
@@ -114,6 +115,7 @@ def create_app(
     keys: HttpKeys | None = None,
     more: Sequence[Route] = (),
     open_paths: Sequence[str] = (),
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """The app over what answers. `http` is this server's own address as others reach it (http://host:port). With `keys`
     it serves only who sends one, but for what tells nothing; of `more` routes these are `open_paths`."""
@@ -121,8 +123,8 @@ def create_app(
     node = Node(upstream, metrics, http)
     peers = PrefillEndpoints(upstream)
     tokens = Tokens(upstream, node.check_model, node.status)
-    completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion)
-    chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat)
+    completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion, tracer)
+    chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat, tracer)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),

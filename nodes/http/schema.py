@@ -332,9 +332,11 @@ def _token_ids(ids: list[Any], name: str, ids_max: int) -> list[int]:
     """Ids that fit the wire; whether they are in the vocabulary only the node knows."""
     if len(ids) > ids_max:
         raise RequestError(f"{name}: at most {ids_max} ids, got {len(ids)}", param=name)
-    for i, token in enumerate(ids):
-        if not isinstance(token, int) or not 0 <= token < 2**32:
-            raise RequestError(f"{name}[{i}]: must be a token id, got {token!r:.40}", param=f"{name}[{i}]")
+    try:
+        wire.pack_u32(ids)  # a long prompt's, all at once: one by one they take longer than all else here
+    except (TypeError, OverflowError):
+        i = next(i for i, token in enumerate(ids) if not isinstance(token, int) or not 0 <= token < 2**32)
+        raise RequestError(f"{name}[{i}]: must be a token id, got {ids[i]!r:.40}", param=f"{name}[{i}]") from None
     return ids
 
 

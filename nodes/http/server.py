@@ -29,6 +29,8 @@ from pdbus.bus.errors import PdError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.keyring import Keyring
 from pdbus.connector.channel import end_with_parent
+from pdbus.connector.process import keep_what_is_loaded
+from pdbus.nodes.tracing import tracer_of
 
 from .app import create_app
 from .keys import HttpKeys
@@ -131,8 +133,12 @@ async def serve(args: HttpArgs) -> None:
     keys = HttpKeys(args.http_keys) if args.http_keys else None
     tls = Tls(args.tls_cert, args.tls_key).check()  # again: the files may have changed since the node started
     async with Client(args.bus, keys=_keyring(args)) as client:
-        app = create_app(OneNode(client), http=args.url, keys=keys)
+        tracer = tracer_of(args.name)
+        app = create_app(OneNode(client), http=args.url, keys=keys, tracer=tracer)
+        keep_what_is_loaded()
         await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=tls)
+        if tracer is not None:
+            tracer.close()
 
 
 async def serve_app(

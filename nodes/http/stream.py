@@ -22,11 +22,13 @@ from pdbus.bus.errors import Closed, PdError, RequestError
 from pdbus.bus.messages import Finished, Sampling, Token
 from pdbus.bus.wire import replace
 from pdbus.nodes.limits import SEED_MAX
+from pdbus.nodes.tracing import Tracer
 
 from .answer import Answer, usage
 from .errors import JSON, error_object, good_end
 from .metrics import HttpMetrics
 from .schema import Asked
+from .trace import Trace
 from .upstream import Answering, Upstream
 
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
@@ -59,26 +61,39 @@ class Generate:
         metrics: HttpMetrics,
         parse: Callable[[bytes], Asked],
         answer: type[Answer],
+        tracer: Tracer | None = None,
     ) -> None:
         self._upstream = upstream
         self._check_model = check_model
         self._metrics = metrics
         self._parse = parse
         self._answer = answer
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_s = time.monotonic()
-        asked = self._parse(await read_body(Request(scope, receive)))
+        started_ns = time.monotonic_ns()
+        request = Request(scope, receive)
+        asked = self._parse(await read_body(request))
         model = await self._check_model(asked.model)
         created_s = int(time.time())
         answers = [self._answer(asked, model, created_s, i) for i in range(len(asked.prompts) * asked.n)]
-        await while_connected(receive, self._respond(asked, answers, started_s, scope, receive, send))
+        trace = Trace(self._tracer, request.headers.get("traceparent", ""), self._answer.OPERATION, model, started_ns)
+        choices: list[Choice] = []
+        with trace.of(asked, choices):
+            work = self._respond(asked, answers, choices, trace, scope, receive, send)
+            await while_connected(receive, work)
 
     async def _respond(
-        self, asked: Asked, answers: Sequence[Answer], started_s: float, scope: Scope, receive: Receive, send: Send
+        self,
+        asked: Asked,
+        answers: Sequence[Answer],
+        choices: list[Choice],
+        trace: Trace,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         async with AsyncExitStack() as stack:
-            choices = []
             for answer, (prompt, sampling) in zip(answers, each_choice(asked), strict=True):
                 generation = await stack.enter_async_context(
                     self._upstream.generate(
@@ -87,9 +102,10 @@ class Generate:
                         sampling=sampling,
                         deadline_ms=asked.deadline_ms,
                         stream=asked.stream,
+                        traceparent=trace.traceparent,
                     )
                 )
-                choices.append(Choice(answer, generation, self._timed(aiter(generation), started_s)))
+                choices.append(Choice(answer, generation, self._timed(aiter(generation), trace)))
             if asked.stream:
                 await _send_stream(choices, asked, send)
                 return
@@ -97,12 +113,12 @@ class Generate:
             ends = ends_of(choices, asked)
             await JSON(answers[0].whole(said, ends, asked.n))(scope, receive, send)
 
-    async def _timed(self, tokens: AsyncIterator[Token], started_s: float) -> AsyncIterator[Token]:
+    async def _timed(self, tokens: AsyncIterator[Token], trace: Trace) -> AsyncIterator[Token]:
         first = True
         try:
             async for token in tokens:
                 if first:
-                    self._metrics.first_token(time.monotonic() - started_s)
+                    self._metrics.first_token(trace.first_token())
                     first = False
                 yield token
         except asyncio.CancelledError:

@@ -32,7 +32,9 @@ class Answering(Protocol):
 
 
 class Upstream(Protocol):
-    def generate(self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool) -> Answering:
+    def generate(
+        self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool, traceparent: str
+    ) -> Answering:
         """`stream`: tokens go out as they come, so that the answer cannot begin again."""
         ...
 
@@ -56,8 +58,12 @@ class OneNode:
         self.status, self.connect, self.disconnect = client.status, client.connect, client.disconnect
         self._client = client
 
-    def generate(self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool) -> Answering:
-        return self._client.generate(prompt, model=model, sampling=sampling, deadline_ms=deadline_ms)
+    def generate(
+        self, prompt: Prompt, *, model: str, sampling: Sampling, deadline_ms: int, stream: bool, traceparent: str
+    ) -> Answering:
+        return self._client.generate(
+            prompt, model=model, sampling=sampling, deadline_ms=deadline_ms, traceparent=traceparent
+        )
 
     async def tokenizer(self) -> Tokenizer:
         return await fetch_tokenizer(self._client)

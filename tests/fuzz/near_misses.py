@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pdbus.bus.messages import MESSAGES, Message
 from pdbus.bus.wire import Header, encode, pack_foreign, unpack_foreign
 
+from tests.wire.first_frame import first_frame, parts
 from tests.wire.golden import FILE
 
 NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -(2**63))
@@ -20,10 +21,22 @@ DEPTH = 3000  # of a bomb
 # A valid one of these changes who is there or what runs: what it does to a node is not what is asked here.
 LEFT_OUT = ("drain", "disconnect", "goodbye")
 
-golden: dict[str, list[bytes]] = {
-    kind: [bytes.fromhex(frame) for frame in frames]
-    for kind, frames in json.loads(FILE.read_text()).items()
-    if kind not in LEFT_OUT
+
+class Parts(NamedTuple):
+    """Of one message."""
+
+    start: bytes
+    header: bytes
+    body: bytes
+    raw: tuple[bytes, ...]
+
+
+def _parted(first: str, *raw: str) -> Parts:
+    return Parts(*parts(bytes.fromhex(first)), tuple(map(bytes.fromhex, raw)))
+
+
+golden: dict[str, Parts] = {
+    kind: _parted(*frames) for kind, frames in json.loads(FILE.read_text()).items() if kind not in LEFT_OUT
 }
 
 
@@ -84,29 +97,46 @@ def frames(draw: random.Random, header: Header) -> list[bytes]:
     """One message, or what is nearly one. Under `header`, but for a quarter of them."""
     if draw.random() < 0.05:
         return [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 6))]
-    kind, _, body, *raw = golden[draw.choice(sorted(golden))]
-    made = [kind, encode(header), body, *raw]
+    start, _, body, raw = golden[draw.choice(sorted(golden))]
+    head = encode(header)
     match draw.randrange(6):
         case 0:
-            at = draw.randrange(len(made))
-            made[at] = damaged(draw, made[at])
+            made = _damaged(draw, start, head, body, raw)
         case 1:
-            made[1] = pack_foreign(changed(draw, unpack_foreign(made[1])))
+            made = [first_frame(start, pack_foreign(changed(draw, unpack_foreign(head))), body), *raw]
         case 2:
-            made = made[: draw.randrange(1, 4)] if draw.random() < 0.5 else made + [b"x"] * draw.randrange(1, 80)
+            whole = first_frame(start, head, body)
+            if draw.random() < 0.5:
+                made = [whole[: draw.randrange(len(whole))]]
+            else:
+                made = [whole, *raw, *[b"x"] * draw.randrange(1, 80)]
         case _:
-            made[2] = pack_foreign(changed(draw, unpack_foreign(body)))
+            made = [first_frame(start, head, pack_foreign(changed(draw, unpack_foreign(body)))), *raw]
     return made if not _changes_the_cluster(made) else frames(draw, header)
 
 
+def _damaged(draw: random.Random, start: bytes, head: bytes, body: bytes, raw: Sequence[bytes]) -> list[bytes]:
+    """One part of it: itself, or where it stands in the frame, its length being that of the part as it was."""
+    match draw.randrange(5):
+        case 0:
+            return [first_frame(damaged(draw, start), head, body), *raw]
+        case 1:
+            return [first_frame(start, damaged(draw, head), body), *raw]
+        case 2:
+            return [first_frame(start, head, damaged(draw, body)), *raw]
+        case 3 if raw:
+            return [first_frame(start, head, body), *(damaged(draw, data) for data in raw)]
+    return [damaged(draw, first_frame(start, head, body)), *raw]
+
+
 def _changes_the_cluster(made: Sequence[bytes]) -> bool:
-    return any(made[0].endswith(kind.encode()) for kind in LEFT_OUT)
+    return any(made[0].partition(b"\0")[0].endswith(kind.encode()) for kind in LEFT_OUT)
 
 
 def any_message(draw: random.Random) -> tuple[type[Message], bytes]:
     """A kind, and a body that may or may not be one of it."""
     kind = draw.choice(sorted(golden))
-    body = golden[kind][2]
+    body = golden[kind].body
     mutate: Callable[[], bytes] = draw.choice(
         (lambda: damaged(draw, body), lambda: pack_foreign(changed(draw, unpack_foreign(body))))
     )

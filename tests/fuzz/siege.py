@@ -27,6 +27,7 @@ from pdbus.nodes.node_process import NodeProcess, descendants
 
 from .near_misses import frames, golden, request
 from tests.live.faults import OPTIONS, TCP, ask_remotely, until_clean, until_status
+from tests.wire.first_frame import first_frame, parts
 
 BURST = 500  # messages, between two looks at the node
 CONNECTIONS = 64
@@ -139,14 +140,15 @@ async def _burst(
     try:
         if draw.random() < 0.5:
             hello = replace(like, role="decode", address="tcp://127.0.0.1:9", http="", events="")
-            await dealer.send_multipart([golden["hello"][0], encode(header), encode(hello)])
+            await dealer.send(first_frame(golden["hello"].start, encode(header), encode(hello)))
         for seq in range(2, count + 2):
             async with asyncio.timeout(ANSWER_S):
                 await dealer.send_multipart(frames(draw, replace(header, seq=seq)))
-        await dealer.send_multipart([golden["status"][0], encode(replace(header, seq=count + 2)), golden["status"][2]])
+        last = encode(replace(header, seq=count + 2))
+        await dealer.send(first_frame(golden["status"].start, last, golden["status"].body))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                while (await dealer.recv_multipart())[0] != golden["status.reply"][0]:
+                while parts(await dealer.recv())[0] != golden["status.reply"].start:
                     pass
     finally:
         dealer.close()

@@ -28,6 +28,7 @@ from pdbus.nodes.node_process import NodeProcess
 
 from .conftest import answer
 from .lone_nodes import Lone, free_ports, lone_nodes
+from tests.wire.first_frame import first_frame, parts
 
 pytestmark = pytest.mark.live
 
@@ -216,22 +217,28 @@ HELLO = {"role": "tool"}
 
 
 def frames(kind: bytes, body: Any = None, *raw: bytes) -> list[bytes]:
-    return [kind, wire.encode(STRANGER), wire.pack_foreign(body if body is not None else {}), *raw]
+    return [message(kind, wire.pack_foreign(body if body is not None else {})), *raw]
+
+
+def message(kind: bytes, body: bytes) -> bytes:
+    return first_frame(kind, wire.encode(STRANGER), body)
 
 
 BAD_MESSAGES: list[tuple[list[bytes], str]] = [
     ([b""], "expected pd1.<kind> in the first frame"),
     ([b"GET / HTTP/1.1"], "expected pd1.<kind> in the first frame"),
-    ([b"pd2.hello", b"", b""], "major version 2 is not spoken here, only 1"),
+    ([b"pd2.hello\0"], "major version 2 is not spoken here, only 1"),
     (frames(b"pd1.frobnicate"), "unknown kind 'frobnicate'"),
-    ([b"pd1.status"], "1 frames, at least 3"),
-    ([b"pd1.status", b"\xc1", b""], "not msgpack"),
-    ([b"pd1.status", wire.encode(STRANGER), b"\xc1"], "not msgpack"),
+    ([b"pd1.status"], "header and body must follow the kind"),
+    ([b"pd1.status", wire.encode(STRANGER), b"\x80"], "header and body must follow the kind"),
+    ([first_frame(b"pd1.status", b"\xc1")], "not msgpack"),
+    ([message(b"pd1.status", b"\xc1")], "not msgpack"),
+    ([message(b"pd1.status", b"\x80\x80")], "not msgpack"),
     (frames(b"pd1.hello", {"role": 5}), "Expected `str`, got `int` - at `$.role`"),
     (frames(b"pd1.hello", {}), "missing required field `role`"),
-    (frames(b"pd1.hello", HELLO, *[b"x"] * 14), "17 frames, at most 16"),
+    (frames(b"pd1.hello", HELLO, *[b"x"] * 16), "17 frames, at most 16"),
     (frames(b"pd1.hello", HELLO, *[b"x" * (3 << 20)] * 6), "more than 16777216 bytes in all frames together"),
-    ([b"pd1.connect", wire.encode(STRANGER), b"\x81\xa9addresses" + b"\x91" * 100_000], "Expected `str`, got `array`"),
+    ([message(b"pd1.connect", b"\x81\xa9addresses" + b"\x91" * 100_000)], "Expected `str`, got `array`"),
     (frames(b"pd1.prefill.request", {}), "missing required field `try_`"),
 ]
 
@@ -241,18 +248,19 @@ BAD_MESSAGES: list[tuple[list[bytes], str]] = [
 def test_a_message_that_is_none_is_answered_with_what_is_wrong(
     lone: Lone, index: int, sent: list[bytes], problem: str
 ) -> None:
-    kind, _, body = said_to(lone.nodes[index], sent)
+    kind, _, body = parts(said_to(lone.nodes[index], sent))
     assert kind == b"pd1.error"
     assert problem in wire.unpack_foreign(body)["message"]
 
 
-def said_to(node: NodeProcess, sent: list[bytes], timeout_ms: int = 10_000) -> list[bytes]:
-    """The answer to some frames; [] for none."""
+def said_to(node: NodeProcess, sent: list[bytes], timeout_ms: int = 10_000) -> bytes:
+    """The answer to some frames."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(node.address)
         dealer.send_multipart(sent)
-        return dealer.recv_multipart() if dealer.poll(timeout_ms) else []
+        assert dealer.poll(timeout_ms)
+        return dealer.recv()
 
 
 def test_a_message_over_the_limit_ends_its_connection(d: NodeProcess) -> None:
@@ -291,7 +299,7 @@ def test_a_client_id_that_is_in_use_is_refused_and_the_request_of_that_id_goes_o
         kinds: list[bytes] = []
         while b"pd1.finished" not in kinds:
             assert dealer.poll(10_000)
-            kind, _, body = dealer.recv_multipart()
+            kind, _, body = parts(dealer.recv())
             kinds.append(kind)
             if kind == b"pd1.error":
                 assert wire.unpack_foreign(body)["field"] == "client_id"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from pdbus.bus.wire import replace
-from pdbus.nodes.gateway.routing import ALIKE, BUSY, POLICIES, Ask, NodeView, choose, prefill_rate
+from pdbus.nodes.gateway.routing import ALIKE, BUSY, POLICIES, Ask, NodeView, Rates, choose, prompt_rates
 
 counts = st.integers(0, 50)
 
@@ -24,6 +24,7 @@ def views(draw: st.DrawFn) -> list[NodeView]:
             free_blocks=draw(counts),
             matched_tokens=16 * draw(st.integers(0, 20)),
             prefill_tokens_per_s=draw(st.integers(0, 3) | st.integers(0, 10**6)),
+            read_tokens_per_s=draw(st.integers(0, 3) | st.integers(0, 10**6)),
         )
         for name in names
     ]
@@ -116,7 +117,12 @@ def test_cost_never_leaves_a_node_because_it_is_faster(ask: Ask, nodes: list[Nod
     before = choose("cost", ask, nodes).node
     place = next(i for i, node in enumerate(nodes) if node.name == before)
     known = nodes[place].prefill_tokens_per_s or max(node.prefill_tokens_per_s for node in nodes)
-    faster = replace(nodes[place], prefill_tokens_per_s=known + data.draw(st.integers(0, 10**6)))
+    read = nodes[place].read_tokens_per_s
+    faster = replace(
+        nodes[place],
+        prefill_tokens_per_s=known + data.draw(st.integers(0, 10**6)),
+        read_tokens_per_s=read + data.draw(st.integers(0, 10**6)) if read else 0,
+    )
     now = [*nodes[:place], faster, *nodes[place + 1 :]]
     assert choose("cost", ask, now).node == before or _tied("cost", ask, now, before)
 
@@ -141,6 +147,17 @@ def test_cost_prefers_the_faster_node_until_it_is_so_much_busier() -> None:
     assert choose("cost", ask, [replace(slow, matched_tokens=900), fast]).node == "slow"
 
 
+def test_cost_prefers_the_faster_link_where_it_is_what_takes_longer() -> None:
+    """Reads go on beside the computing: a link that keeps up with it changes nothing."""
+    far = NodeView(name="far", free_blocks=500, prefill_tokens_per_s=4000, read_tokens_per_s=1000)
+    near = NodeView(name="near", free_blocks=500, prefill_tokens_per_s=4000, read_tokens_per_s=100_000)
+    ask = Ask(turn=0, prompt_tokens=1000)
+    assert [choose("cost", replace(ask, turn=turn), [far, near]).node for turn in range(2)] == ["near", "near"]
+    assert choose("cost", ask, [far, replace(near, queued_tokens=3500)]).node == "far"
+    keeps_up = replace(far, read_tokens_per_s=4000)
+    assert len({choose("cost", replace(ask, turn=turn), [keeps_up, near]).node for turn in range(2)}) == 2
+
+
 PEER = {"state": "up", "role": "prefill", "prefill_tokens_per_s": 900}
 
 
@@ -161,4 +178,14 @@ PEER = {"state": "up", "role": "prefill", "prefill_tokens_per_s": 900}
     ids=["nothing", "the fastest", "remote", "auto", "local", "dead", "drains", "circuit", "no prefill", "older peer"],
 )
 def test_a_decode_node_is_as_fast_as_where_its_prompts_are_computed(status: dict[str, object], rate: int) -> None:
-    assert prefill_rate(status) == rate
+    assert prompt_rates(status).prefill == rate
+
+
+def test_a_link_counts_in_tokens_of_the_decode_nodes_own_kv_cache() -> None:
+    slow = {**PEER, "read_bytes_per_s": 50_000}
+    fast = {**PEER, "prefill_tokens_per_s": 700, "read_bytes_per_s": 10**9}
+    status = {"block_size": 16, "block_bytes": 1600, "peers": [slow]}
+    assert prompt_rates(status) == Rates(prefill=900, read=500)
+    assert prompt_rates({**status, "peers": [slow, fast]}) == Rates(prefill=700, read=10**7), "the better pair"
+    assert prompt_rates({**status, "block_bytes": 0}) == Rates(prefill=900), "an older node does not say"
+    assert Rates(prefill=0, read=500).speed == 0, "not known: it counts as fast, and is tried"

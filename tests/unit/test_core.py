@@ -323,7 +323,7 @@ def test_a_node_where_attempts_keep_failing_is_not_asked_until_a_trial_decides(d
     assert decode.asks(10) == ""
     decode.tick(OPEN_NS)
     assert decode.asks(11) == "peer"
-    assert report.peers(decode.core)[0]["circuit"] == "half-open"
+    assert report.peers(decode.core, decode.now)[0]["circuit"] == "half-open"
     assert decode.asks(12) == ""
 
 
@@ -335,10 +335,10 @@ def test_a_new_life_of_a_node_has_a_closed_circuit() -> None:
         node.asks(number)
     node.tick(S)
     node.tick(S)
-    assert report.peers(node.core)[0]["circuit"] == "open"
+    assert report.peers(node.core, node.now)[0]["circuit"] == "open"
     node.told(agent(2, "peer"))
     node.hear(ev.PeerAddEnded(peer=peer_key("peer", PEER, 2)))
-    assert report.peers(node.core)[0]["circuit"] == ""
+    assert report.peers(node.core, node.now)[0]["circuit"] == ""
     assert node.asks(10) == "peer"
 
 
@@ -596,6 +596,15 @@ def test_a_node_tells_how_fast_it_computes_prompts_when_it_is_asked(prefill: Nod
     prefill.told(Heartbeat(reply=True))
     (answer,) = (m for m in prefill.said() if isinstance(m, Heartbeat))
     assert answer.prefill_tokens_per_s == 1000
+
+
+def test_a_node_tells_how_fast_it_read_from_each_peer_in_the_last_minute(auto: Node) -> None:
+    core = auto.core
+    assert [row["read_bytes_per_s"] for row in report.peers(core, auto.now)] == [0, 0]
+    p1 = next(p for p in core.peers.members() if p.name == "p1")
+    core.places.read_ended(peer_key(p1.name, p1.incarnation, p1.epoch), 1000, S // 10, auto.now)
+    assert {row["name"]: row["read_bytes_per_s"] for row in report.peers(core, auto.now)} == {"p1": 10_000, "p2": 0}
+    assert {row["read_bytes_per_s"] for row in report.peers(core, auto.now + 61 * S)} == {0}
 
 
 def test_local_asks_nobody() -> None:

@@ -78,6 +78,8 @@ NODE = "tcp://127.0.0.1:7400"
         (("--join", NODE, "--http", "0.0.0.0:8000"), "pd: --http: 0.0.0.0:8000 can be reached from other machines"),
         (("--join", NODE, "--record-tokens"), "pd: --record-tokens: needs --record DIR"),
         (("--join", NODE, "--name", "a/b"), "pd: --name: 'a/b' will not do"),
+        (("--vllm", "--policy", "prefix"), "pd: --policy: is for nodes of pdbus"),
+        (("--vllm", "--queue", "256"), "pd: --queue: is for nodes of pdbus"),
         (("--join", NODE, "--queue", "-1"), "pd: Invalid value for '--queue'"),
     ],
 )

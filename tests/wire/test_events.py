@@ -13,10 +13,11 @@ from pdbus.bus import Client, DeadlineExceeded, RequestError, SyncClient
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import EventsSnapshot, Published
 from pdbus.bus.publisher import Publisher, Subscriber
-from pdbus.bus.wire import Header
+from pdbus.bus.wire import Header, encode
 
 from tests.fake_node import FakeNode
 from tests.loop import on_loop, until
+from tests.wire.first_frame import first_frame
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
@@ -56,7 +57,8 @@ async def test_a_subscriber_survives_any_bytes() -> None:
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     subscriber = Subscriber(f"tcp://127.0.0.1:{port}", [""], lambda h, p: heard.append(p))
     await until(lambda: socket.poll(0))
-    for frames in ([b"x"], [b"", b"", b"", b""], [b"t", b"pd1.published", b"\xc1", b"\xc1"], [b"t"] * 30):
+    bad_body = first_frame(b"pd1.published", encode(Header(from_="n", from_inc=b"i")), b"\xc1")
+    for frames in ([b"x"], [b"", b"", b"", b""], [b"t", bad_body], [b"t"] * 30):
         socket.send_multipart(frames)
     await until(lambda: subscriber.unreadable == 4)
     assert heard == []
