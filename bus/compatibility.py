@@ -25,7 +25,7 @@ def differences(yours: Hello, mine: Hello, unreadable: Unreadable) -> tuple[Diff
     """Every field that keeps the pair from working, with both values as text. max_model_len may differ."""
     if yours.geometry is None or mine.geometry is None or not hands_over(yours, mine):
         return ()
-    fields = [("version", _minor(yours.version), _minor(mine.version))]
+    fields = [] if _adjoin(yours.version, mine.version) else [("version", yours.version, mine.version)]
     if _serves(yours, mine):
         fields += unreadable(yours.geometry, mine.geometry)
     if _serves(mine, yours):
@@ -49,6 +49,11 @@ def _serves(prefill: Hello, decode: Hello) -> bool:
     return prefill.role in PREFILL_ROLES and decode.role in DECODE_ROLES
 
 
-def _minor(version: str) -> str:
-    """Major and minor: patch releases work together."""
-    return ".".join(version.split(".")[:2])
+def _adjoin(one: str, other: str) -> bool:
+    """Of one major version, and of minor ones next to each other at most: a cluster is upgraded node by node. What is
+    no version works with its like."""
+    try:
+        (major, minor), (other_major, other_minor) = [map(int, v.split(".")[:2]) for v in (one, other)]
+    except ValueError:
+        return one == other
+    return major == other_major and abs(minor - other_minor) <= 1

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -124,9 +125,12 @@ class ChildChannel(Generic[Received]):
         self._socket.close()
 
 
-def end_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent's spawning thread ends."""
+def end_with_parent(parent: int = 0) -> None:
+    """Ask the kernel for SIGTERM when the parent's spawning thread ends. `parent`: its pid, for who has no other way to
+    notice that it died before this; raises SystemExit then."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent and os.getppid() != parent:
+        sys.exit(f"its parent, process {parent}, has ended")
 
 
 class ControlChannel(Generic[Received]):

@@ -291,7 +291,8 @@ class WorkerArgs(Declared):
     deterministic: bool = False
     skip_sampling: bool = False
     speculate: int = 0  # drafts for a row that decodes, at most
-    speculate_method: str = "ngram"  # or mtp, the model's draft layer, whose KV is a layer behind the others
+    speculate_method: str = "ngram"  # mtp, draft: the KV of a draft layer or a draft model stands behind the others'
+    draft_model: str = ""  # its folder, for draft
     max_model_len: int = 0
     max_batch_tokens: int = 0
     coded_step_us: int = 0

@@ -4,7 +4,7 @@ leases."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -36,6 +36,7 @@ class Managed(Generic[Received]):
         on_message: Callable[[Received], None],
         on_exit: Callable[[Exit], None],
         threads: int = 1,
+        environment: Mapping[str, str] | None = None,
         rank: int = 0,
     ) -> None:
         self._module = module
@@ -46,7 +47,7 @@ class Managed(Generic[Received]):
         self._directory = directory
         self._on_message = on_message
         self._on_exit = on_exit
-        self._threads = threads
+        self._threads, self._environment = threads, environment
         self._lives = 0
         self._heard = False  # this life has said its first word
         self._stopping = False  # this life has been asked to end
@@ -64,7 +65,9 @@ class Managed(Generic[Received]):
         self._heard = self._stopping = False
         self._channel = ControlChannel(endpoint, self._receives, self._hear)
         args = replace(self._args, endpoint=endpoint, **changes)
-        self._child = await spawn(self._module, args, threads=self._threads, on_exit=self._reaped)
+        self._child = await spawn(
+            self._module, args, threads=self._threads, environment=self._environment, on_exit=self._reaped
+        )
 
     async def run(self) -> None:
         """Raises what `on_message` raised; ends when this life's channel is closed."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdbus.bus import wire
 from pdbus.bus.errors import Broken
+from pdbus.bus.ports import is_loopback, parse_address
 from pdbus.bus.wire import Declared
 
 TERM_WAIT_S = 2.0  # from SIGTERM to SIGKILL; a child that handles SIGTERM needs far less
@@ -114,6 +115,13 @@ def child_environment(threads: int) -> dict[str, str]:
     }
     forced = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
     return {**defaults, **os.environ, **forced}
+
+
+def nixl_environment(listen: str) -> dict[str, str]:
+    """For a mover of a node that listens at this address. NIXL authenticates nobody and would listen on every device:
+    where only this machine can reach the node, only it shall reach NIXL. What the user set wins."""
+    local = is_loopback(parse_address(listen, "--listen", port_zero=True).host) and "UCX_NET_DEVICES" not in os.environ
+    return {"UCX_NET_DEVICES": "lo"} if local else {}
 
 
 def keep_what_is_loaded() -> None:

@@ -37,7 +37,7 @@ class HttpServer:
             HttpKeys(config.http_keys)
         self._tls = Tls(config.http_tls_cert, config.http_tls_key).check()
         self._bus = bus
-        self._name = config.name
+        self._name, self._log_format = config.name, config.log_format
         self._http_keys = config.http_keys
         self._keys, self._node_key = config.keys, node_key
         self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
@@ -57,7 +57,7 @@ class HttpServer:
         args = HttpArgs(
             bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid(),
             keys=self._keys, node_key=self._node_key, http_keys=self._http_keys,
-            tls_cert=self._tls.cert, tls_key=self._tls.key,
+            tls_cert=self._tls.cert, tls_key=self._tls.key, log_format=self._log_format,
         )  # fmt: skip
         self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
 

@@ -133,6 +133,9 @@ def gateway(
     name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
     record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
     record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
+    log_format: Annotated[
+        str, typer.Option(metavar="FORM", help="Of the log on standard error: text, or json: an object a line.")
+    ] = "text",
     keys: Keys = "",
     http_keys: Annotated[
         str, typer.Option(metavar="FILE", help="File of bearer keys, a line NAME KEY each.", envvar="PD_HTTP_KEYS")
@@ -165,6 +168,7 @@ def gateway(
         name=name,
         record=record,
         record_tokens=record_tokens,
+        log_format=log_format,
     )
     raise typer.Exit(run_gateway(config))
 

@@ -27,10 +27,11 @@ from .config import SETTINGS
 from .node_process import NodeProcess, OnLine
 from .values import switch
 
-NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes")
+PARENT = str(os.getpid())  # of all that is started here: it ends with us
+NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes", PARENT)
 # Of settings, those that a gateway has too:
 GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys", "http_tls_cert", "http_tls_key")
-GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway")
+GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway", PARENT)
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
 READY_S = 180.0  # importing torch and reading a model on a busy machine
 POLL_S = 0.1

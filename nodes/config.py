@@ -66,7 +66,8 @@ class NodeConfig(Declared):
     deterministic: bool
     skip_sampling: bool
     speculate: int  # drafts a step, at most
-    speculate_method: str  # ngram, mtp
+    speculate_method: str  # ngram, mtp, draft
+    draft_model: str  # folder, .gguf file or the demo model's name; "": none
     max_model_len: int  # tokens; 0: the model's own limit, or what the KV blocks hold
 
     kv_layout: str  # native, NHD, HND
@@ -245,9 +246,11 @@ SETTINGS: tuple[Setting, ...] = (
             "Prefill without sampler and output head; the decode node recomputes the last position."),
     Setting("speculate", "Model", "N", values.whole(0, 64), 0,
             "Draft up to N tokens a step, and keep those that are right. Tokens stay the same. 0: off."),
-    Setting("speculate_method", "Model", "METHOD", values.choice("ngram", "mtp"), "ngram",
+    Setting("speculate_method", "Model", "METHOD", values.choice("ngram", "mtp", "draft"), "ngram",
             "ngram: drafts are what followed in prompt and answer before; mtp: the one a step that the model's own "
-            "draft layer expects, on both nodes of a pair."),
+            "draft layer expects; draft: what --draft-model expects. The last two on both nodes of a pair."),
+    Setting("draft_model", "Model", "MODEL", str, "",
+            "A small model with the same tokenizer, for --speculate-method draft.", "none"),
     Setting("kv_layout", "Memory", "ORDER", values.choice("native", "NHD", "HND"), "native",
             "How KV lies in memory. native: all of a block together; NHD, HND: by layers, tokens or heads first."),
     Setting("kv_buffer_device", "Memory", "WHERE", values.choice("device", "cpu"),
@@ -374,6 +377,8 @@ def read_toml(file: Path, said: str) -> dict[str, Any]:
         raise ConfigError(said, f"cannot read {file}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(said, f"{file} is not TOML: {e}") from None
+    except RecursionError:
+        raise ConfigError(said, f"{file} is no file of settings: it is nested too deeply") from None
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -470,6 +475,13 @@ def _check_device(c: Chosen, given: _Given) -> None:
 def _check_model(c: Chosen, given: _Given) -> None:
     if c["speculate_method"] == "mtp" and c["speculate"] != 1:
         raise given.error("mtp drafts one token a step: give --speculate 1 with it", "speculate_method")
+    drafts = c["speculate_method"] == "draft"
+    if drafts and not (c["speculate"] and c["draft_model"]):
+        raise given.error("draft needs --draft-model MODEL and --speculate N with it", "speculate_method")
+    if drafts and c["tp"] > 1:
+        raise given.error("a draft model does not go with several ranks: give --tp 1", "speculate_method")
+    if c["draft_model"] and not drafts:
+        raise given.error("goes with --speculate-method draft", "draft_model")
     if c["engine"] == "coded":
         if c["speculate"]:
             raise given.error("the coded engine does not speculate: give --engine torch, or 0", "speculate")

@@ -132,7 +132,7 @@ class Control:
         self._checks = 0
         self._checking: dict[int, ev.CheckKv] = {}  # by number, what the workers digest now
         self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
-        self.mover = movers(setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
+        self.mover = movers(config, setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
 
     def _key_watch(self, keyring: Keyring) -> KeyWatch:
         return KeyWatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -120,7 +121,9 @@ def rotate(name: Name, *, path: Folder = "") -> None:
     key = Key(name=name, role=last.role, public=folder.make(name, replace=True).public, addresses=last.addresses)
     folder.allow(key)
     print(key)
-    _tell(f"allow it wherever {name} is known, start {name} again, then: pd keys revoke {name} {last.public[:16]}")
+    where = f" --keys {shlex.quote(path)}" if path else ""
+    revoke = f"pd keys revoke {name} {last.public[:16]}{where}"
+    _tell(f"allow it wherever {name} is known, start {name} again, then: {revoke}")
 
 
 def _those(found: Sequence[Key]) -> str:

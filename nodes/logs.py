@@ -14,12 +14,12 @@ WINDOW_S = 10.0
 STANDARD = "%(asctime)s {name} %(message)s"
 
 
-def set_up_logs(name: str, form: str) -> None:
-    """Of the node of this name, to standard error."""
+def set_up_logs(name: str, form: str, level: int = logging.INFO) -> None:
+    """Of the node or gateway of this name, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(name) if form == "json" else TextLines(name))
     handler.addFilter(Repeats())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class TextLines(logging.Formatter):

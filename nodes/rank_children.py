@@ -11,7 +11,7 @@ from pdbus.connector import ipc
 from pdbus.connector.joins import MoverJoin, MoversReady, WorkerJoin
 from pdbus.connector.layout import layout_of
 from pdbus.connector.managed import Managed, agent_of
-from pdbus.connector.process import Exit
+from pdbus.connector.process import Exit, nixl_environment
 from pdbus.connector.slab import Slab
 
 from .config import NodeConfig
@@ -54,6 +54,7 @@ def workers(
 
 
 def movers(
+    config: NodeConfig,
     setup: Setup,
     slabs: Sequence[Slab],
     directory: Path,
@@ -77,6 +78,7 @@ def movers(
             directory=directory,
             on_message=hear,
             on_exit=reaped,
+            environment=nixl_environment(config.listen),
             rank=rank,
         )
 

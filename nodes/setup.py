@@ -17,6 +17,7 @@ from .engines.ipex import check_ipex
 from .extras import need_node
 
 BLOCKS_MAX = (1 << 32) - 1  # block ids travel as u32
+DRAFT_NAME_DIGITS = 8  # of a fingerprint, in the names of a draft model's layers
 DEVICE_WAIT_S = 120  # a driver that has not been used since the machine's start takes its time
 CODED_MODEL_LEN = 32_768  # tokens; its own limit is that of memory and patience
 
@@ -30,6 +31,7 @@ class Setup(Declared):
     vocab_size: int
     blocks: int
     slab_bytes: int  # of a rank: its KV and, if it reads any, scratch where what lies in another order is permuted
+    draft_folder: str = ""  # "": no draft model
     device_bytes: int = 0  # of a rank: its KV once more, where the slab is but a mirror of it
 
 
@@ -85,6 +87,7 @@ def _coded(config: NodeConfig) -> Setup:
 
 def _torch(config: NodeConfig) -> Setup:
     from .models.config import check_drafting, check_ranks, resolve_model
+    from .models.draft_model import resolve_draft
     from .models.fingerprint import weights_fingerprint
 
     resolved = resolve_model(config.model)
@@ -97,6 +100,13 @@ def _torch(config: NodeConfig) -> Setup:
     if drafting := config.speculate_method == "mtp":
         check_drafting(resolved)
     geometry = _geometry(config, model.layers + drafting, model.kv_heads, model.head_dim, model.kv_parts)
+    draft_folder = ""
+    if config.draft_model:
+        draft, fit = resolve_draft(config.draft_model, resolved)
+        draft_folder = draft.folder
+        of = weights_fingerprint(draft.folder, config.dtype)[:DRAFT_NAME_DIGITS]
+        names = (*map(str, range(model.layers)), *(f"draft-{of}.{i}" for i in range(fit.layers)))
+        geometry = _geometry(config, len(names), model.kv_heads, model.head_dim, model.kv_parts, names)
     blocks = _blocks(config, geometry)
     return Setup(
         model=resolved.name,
@@ -107,14 +117,17 @@ def _torch(config: NodeConfig) -> Setup:
         max_model_len=_model_len(config, model.max_positions, blocks),
         vocab_size=model.vocab,
         blocks=blocks,
+        draft_folder=draft_folder,
         slab_bytes=_slab_bytes(config, geometry, blocks),
         device_bytes=_device_bytes(config, geometry, blocks),
     )
 
 
-def _geometry(config: NodeConfig, layers: int, kv_heads: int, head_dim: int, kv_parts: int = 2) -> Geometry:
+def _geometry(
+    config: NodeConfig, layers: int, kv_heads: int, head_dim: int, kv_parts: int = 2, names: tuple[str, ...] = ()
+) -> Geometry:
     made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype, kv_parts)
-    geometry = replace(made, layout=config.kv_layout, tp=config.tp)
+    geometry = replace(made, layout=config.kv_layout, tp=config.tp, layer_names=names)
     layout_of(geometry, 1)
     return geometry
 
@@ -171,6 +184,7 @@ def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: in
         skip_sampling=config.skip_sampling and config.role == "prefill",
         speculate=config.speculate,
         speculate_method=config.speculate_method,
+        draft_model=setup.draft_folder,
         max_model_len=setup.max_model_len,
         max_batch_tokens=config.max_batch_tokens,
         coded_step_us=int(config.coded_step_ms * 1000),

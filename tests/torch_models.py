@@ -17,6 +17,7 @@ from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
 from pdbus.connector.layout import geometry_for
 from pdbus.nodes.engines.torch_engine import TorchEngine
 from pdbus.nodes.models.config import resolve_model
+from pdbus.nodes.models.draft_model import resolve_draft
 from pdbus.nodes.models.random_llama import write_random_llama
 
 from tests.tokenizers_made import byte_level
@@ -44,7 +45,10 @@ def load(model: str | Path, *, blocks: int = 64, dtype: str = "float32", **optio
     resolved = resolve_model(str(model))
     c = resolved.config
     drafting = options.get("speculate_method") == "mtp"
-    geometry = geometry_for(c.layers + drafting, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
+    layers = c.layers + drafting
+    if draft := options.get("draft_model"):
+        layers += resolve_draft(str(draft), resolved)[1].layers
+    geometry = geometry_for(layers, c.kv_heads, c.head_dim, BLOCK_SIZE, dtype, c.kv_parts)
     device = options.get("device", "cpu")
     memory = torch.full((blocks * geometry.block_bytes // 4,), float("nan"), device=device)
     args = WorkerArgs(

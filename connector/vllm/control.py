@@ -33,7 +33,7 @@ from ..handoff import HandoffConfig
 from ..key_watch import KeyWatch
 from ..layout import layout_of, rank_block_bytes
 from ..managed import Managed, agent_of
-from ..process import Exit
+from ..process import Exit, nixl_environment
 from ..readable import unreadable
 from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
@@ -295,6 +295,7 @@ class Control:
         return Managed(
             "pdbus.connector.mover", args, ipc.FromMover, ipc.StopMover(), directory=directory.path,
             on_message=self._on_mover, on_exit=self._on_mover_exit,
+            environment=nixl_environment(self._settings.listen),
         )  # fmt: skip
 
     async def _start_mover(self, epoch: int) -> None:

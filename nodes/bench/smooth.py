@@ -1,7 +1,8 @@
 """`pd bench smooth`: what a very long hand-off does to the answers that the decode node is giving meanwhile.
 
-The prompt lies ready in the prefill node's prefix cache, so that all of it is announced, and read, at once. No two of
-its blocks there are neighbours: every other block of that node has been used more lately (`_scatter`).
+Two prompts lie ready in the prefill node's prefix cache, so that all of one is announced, and read, at once. No two of
+their blocks there are neighbours: every other block of that node has been used more lately (`_scatter`). The decode
+node has room for one of them, so that in turns each is read again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ANSWERS, ANSWER_TOKENS = 4, 200
 ANSWER_PROMPT_TOKENS = 64
 BEFORE_S = 0.5  # the answers go on for so long before the long prompt comes
 ANSWERS_BLOCKS = 64  # for all answers, with room to spare
-POOL = 3  # times what the long prompt needs: half of that are its blocks and those that a pool would rather give out
+PROMPTS = 2
+POOL = 2 * PROMPTS  # times what a prompt needs, in the prefill node: every second block
 SEED = 0
 
 
@@ -63,22 +65,23 @@ def run(prompt_tokens: int = 100_000, step_ms: float = 20.0, turns: int = 10) ->
 
 
 async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]:
-    blocks = POOL * (-(-prompt_tokens // BLOCK_TOKENS) + ANSWERS_BLOCKS)
+    needed = -(-prompt_tokens // BLOCK_TOKENS) + ANSWERS_BLOCKS
     options: dict[str, str | int | float | bool] = {
-        "engine": "coded", "coded_layers": 8, "coded_vocab": 4096, "kv_blocks": blocks, "block_size": BLOCK_TOKENS,
-        "max_model_len": prompt_tokens + ANSWER_TOKENS,
+        "engine": "coded", "coded_layers": 8, "coded_vocab": 4096, "block_size": BLOCK_TOKENS,
+        "kv_blocks": POOL * needed, "max_model_len": prompt_tokens + ANSWER_TOKENS,
     }  # fmt: skip
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        slow: Options = {"coded_step_ms": step_ms, "record": str(folder)}
+        slow: Options = {"coded_step_ms": step_ms, "kv_blocks": needed + ANSWERS_BLOCKS, "record": str(folder)}
         cluster = await stack.enter_async_context(Cluster(0, 1, both=1, options=options, role_options={"decode": slow}))
         here = await stack.enter_async_context(Client(cluster.decode[0].address))
         there = await stack.enter_async_context(Client(cluster.both[0].address))
-        await _scatter(there, blocks)
+        await _scatter(there, POOL * needed)
         alone: list[Gap] = []
         beside: list[Gap] = []
         with Progress(transient=True) as bar:
-            for prompt in bar.track(random_prompts(turns, prompt_tokens, SEED), description="turns"):
+            prompts = itertools.cycle(random_prompts(PROMPTS, prompt_tokens, SEED))
+            for prompt in bar.track(itertools.islice(prompts, turns), total=turns, description="turns"):
                 await _all_of(there.generate(prompt, max_tokens=1))
                 alone += await _gaps(here, None)
                 beside += await _gaps(here, prompt)

@@ -20,9 +20,11 @@ from pdbus.connector.ipc import RowResult, SampledToken, StepRow, WorkerArgs
 from pdbus.connector.layout import layout_of
 from pdbus.nodes.models.config import ModelConfig, resolve_model
 from pdbus.nodes.models.decoder import Computed, Decoder
+from pdbus.nodes.models.draft_model import resolve_draft
 from pdbus.nodes.models.loader import load_weights
 
-from .attention import Ids, KVCache, Span, make_plan, pack_order
+from .attention import Ids, KVCache, Plan, Span, make_plan, pack_order
+from .draft_model import DraftModel
 from .drafts import lookup
 from .grammar import Grammar, Grammars
 from .group import meet
@@ -109,15 +111,26 @@ class TorchEngine:
         group = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         self._speculate, self._drafting = args.speculate, args.speculate_method == "mtp"
-        _check_geometry(args.geometry, model.config, args.dtype, self._drafting)
+        draft, fit = resolve_draft(args.draft_model, model) if args.draft_model else (None, None)
+        added = fit.layers if fit else int(self._drafting)
+        _check_geometry(args.geometry, model.config, args.dtype, added)
         self._geometry, self._layout = args.geometry, layout_of(args.geometry, args.blocks, args.rank)
         with torch.inference_mode():
-            self._cache = KVCache(_as_tensor(memory, self._layout, self._device, self._dtype), self._layout)
+            flat = _as_tensor(memory, self._layout, self._device, self._dtype)
+            self._cache = KVCache(flat, self._layout)
             weights = load_weights(
                 model.folder, model.config, self._dtype, str(self._device), make, group,
                 pad_to=self._pad_to, drafting=self._drafting,
             )  # fmt: skip
             self._decoder = Decoder(model.config, weights, self._max_positions)
+            self._draft_model = None
+            if draft and fit:
+                weights = load_weights(
+                    draft.folder, draft.config, self._dtype, str(self._device), make, pad_to=self._pad_to
+                )
+                decoder = Decoder(draft.config, weights, self._max_positions)
+                self._draft_model = DraftModel(draft.config, fit, decoder, model.config.vocab, model.config.layers)
+                self._draft_caches = self._draft_model.caches(flat, self._layout)
         self._skip_sampling = args.skip_sampling
         self._grammars = Grammars(Path(model.folder), model.config.vocab, model.config.eos_ids)
         self._sequences: dict[int, _Sequence] = {}
@@ -179,7 +192,7 @@ class TorchEngine:
         ends it, and the KV behind that one is computed again. The random number of a token belongs to its position.
         """
         sequences = [self._sequences[row.seq] for row in rows]
-        drafts = [self._drafts(s, span) for s, span in zip(sequences, spans, strict=True)]
+        drafts = self._drafts(sequences, spans)
         draws = [span.wanted + len(some) for span, some in zip(spans, drafts, strict=True)]
         scores = [s.scores(row) for s, row in zip(sequences, rows, strict=True)]
         tails = [p.end - s.scored_at(r) if n else 0 for s, r, p, n in zip(sequences, rows, spans, scores, strict=True)]
@@ -203,25 +216,51 @@ class TorchEngine:
             for sequence, n, some, prompt in zip(sequences, draws, drafts, prompts, strict=True)
         ]
         self._draft_next(sequences, spans, hidden, [len(row.drawn) for row in made])
+        self._follow_all_right(sequences, spans, drafts, made)
         return made
 
-    def _drafts(self, sequence: _Sequence, span: Span) -> array[int]:
-        """Guesses at what follows a row that decodes: as many as its last block, the answer and the context hold."""
+    def _drafts(self, sequences: Sequence[_Sequence], spans: Sequence[Span]) -> list[array[int]]:
+        """Guesses at what follows each row that decodes. A draft model computes all rows for it."""
+        most = [self._drafts_most(s, span) for s, span in zip(sequences, spans, strict=True)]
+        if self._draft_model:
+            known = [s.tokens for s in sequences]
+            return self._draft_model.guess(known, spans, most, self._draft_caches, self._plan, self._ids)
+        if self._drafting:
+            both = zip(sequences, most, strict=True)
+            return [array("q", [s.draft] if count > 0 <= s.draft else []) for s, count in both]
+        return [array("q", lookup(s.tokens, count)) for s, count in zip(sequences, most, strict=True)]
+
+    def _drafts_most(self, sequence: _Sequence, span: Span) -> int:
+        """How many there may be: what the last block, the answer and the context hold."""
         sampled = len(sequence.tokens) - sequence.prompt
         if not (self._speculate and sampled and span.wanted and span.count == 1) or sequence.grammar:
-            return array("q")
+            return 0
         room = min(-span.end % self._geometry.block_size, self._max_positions - span.end - 1)
-        left = sequence.sampling.max_tokens - sampled - 1
-        most = min(self._speculate, room, left)
-        if self._drafting:
-            return array("q", [sequence.draft] if most > 0 <= sequence.draft else [])
-        return array("q", lookup(sequence.tokens, most))
+        return min(self._speculate, room, sequence.sampling.max_tokens - sampled - 1)
+
+    def _follow_all_right(
+        self, sequences: Sequence[_Sequence], spans: Sequence[Span], drafts: Sequence[array[int]], made: Sequence[_Row]
+    ) -> None:
+        """The last draft is one that the draft model has not computed itself. Where it was right, it is now: its KV is
+        as old as the model's after every step."""
+        if not self._draft_model:
+            return
+        right = [i for i, some in enumerate(drafts) if some and len(made[i].drawn) > len(some)]
+        if right:
+            known = [sequences[i].tokens for i in right]
+            lasts = [Span(spans[i].end - 1, 1, spans[i].blocks) for i in right]
+            order = pack_order(lasts)
+            self._draft_model.forward(
+                [known[at] for at in order], [lasts[at] for at in order], self._draft_caches, self._plan, self._ids
+            )
 
     def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Computed:
         """Of the packed spans. `known`: the token ids of each one's sequence."""
-        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
         tokens = [ids[p.start : p.end] for ids, p in zip(known, spans, strict=True)]
-        return self._decoder.forward(self._ids(tokens), self._positions(spans), plan, cache)
+        return self._decoder.forward(self._ids(tokens), self._positions(spans), self._plan(spans, cache), cache)
+
+    def _plan(self, spans: Sequence[Span], cache: KVCache) -> Plan:
+        return make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
 
     def _draft_next(
         self, sequences: Sequence[_Sequence], spans: Sequence[Span], hidden: Tensor | None, drawn: Sequence[int]
@@ -256,9 +295,9 @@ class TorchEngine:
         self, known: Sequence[array[int]], spans: Sequence[Span], hidden: Tensor, cache: KVCache
     ) -> Tensor | None:
         """Of the packed spans' wanted rows; `hidden` are all rows', with padding."""
-        plan = make_plan(spans, cache, self._device, tiled=self._deterministic, pad_to=self._pad_to)
         following = [ids[p.start + 1 : p.end + 1] for ids, p in zip(known, spans, strict=True)]
-        return self._decoder.draft(hidden, self._ids(following), self._positions(spans), plan, cache)
+        positions, plan = self._positions(spans), self._plan(spans, cache)
+        return self._decoder.draft(hidden, self._ids(following), positions, plan, cache)
 
     def _ids(self, parts: Sequence[array[int]]) -> Tensor:
         """One after the other, and padding."""
@@ -319,7 +358,7 @@ class TorchEngine:
     def _check_finite(self, logits: Tensor) -> None:
         """Once: damaged weights show in the first logits."""
         if not self._finite_checked:
-            _require_finite(logits)
+            _require_finite(logits, "--model")
         self._finite_checked = True
 
     @torch.inference_mode()
@@ -339,7 +378,12 @@ class TorchEngine:
             if hidden is not None:
                 drafts = self._draft_logits([tokens], [span], hidden, cache)
                 assert drafts is not None
-                _require_finite(drafts)
+                _require_finite(drafts, "--model")
+            if self._draft_model:
+                caches = self._draft_model.caches(memory, layout)
+                drafts = self._draft_model.forward([tokens], [span], caches, self._plan, self._ids)
+                assert drafts is not None
+                _require_finite(drafts, "--draft-model")
 
     @torch.inference_mode()
     def touch(self) -> Iterator[None]:
@@ -354,9 +398,9 @@ def _wanting(span: Span, drafts: int, tail: int) -> Span:
     return Span(span.start, span.count + drafts, span.blocks, wanted + drafts) if drafts or tail else span
 
 
-def _require_finite(logits: Tensor) -> None:
+def _require_finite(logits: Tensor, setting: str) -> None:
     if not bool(torch.isfinite(logits).all()):
-        raise ConfigError("--model", "the logits are no finite numbers: the weights are damaged (NaN or infinity)")
+        raise ConfigError(setting, "the logits are no finite numbers: the weights are damaged (NaN or infinity)")
 
 
 def check_device(args: WorkerArgs) -> tuple[torch.device, torch.dtype]:
@@ -391,9 +435,10 @@ def _check_lengths(args: WorkerArgs, config: ModelConfig) -> int:
     return args.max_model_len or config.max_positions
 
 
-def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str, drafting: bool) -> None:
+def _check_geometry(geometry: Geometry, config: ModelConfig, dtype: str, added: int) -> None:
+    """`added`: layers for drafts."""
     found = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.kv_parts, geometry.dtype)
-    wanted = (config.layers + drafting, config.kv_heads, config.head_dim, config.kv_parts, dtype)
+    wanted = (config.layers + added, config.kv_heads, config.head_dim, config.kv_parts, dtype)
     if found != wanted:
         raise LocalProtocolError(f"the KV geometry is {found}, the model needs {wanted}")
 

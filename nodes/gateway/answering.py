@@ -9,6 +9,7 @@ a client asked wrongly, no other node would answer otherwise: that error passes.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from pdbus.bus.errors import Broken, Closed, DeadlineExceeded, Overloaded, PdError
@@ -21,6 +22,8 @@ from .prefixes import Read
 
 if TYPE_CHECKING:
     from .gateway import Gateway
+
+log = logging.getLogger("pdbus.gateway")
 
 TRIES_MAX = 3  # a request that breaks whoever takes it shall not break all
 LATE_S = 2.0  # after its deadline, for the node to say so
@@ -130,7 +133,11 @@ class Routed:
             self._full[node.life] = problem
             self._flight.enters(WAITING, "", self._gateway.now_ns())
             return
-        if not isinstance(problem, Broken | Closed | DeadlineExceeded) or (self._said and self._streams):
+        if not isinstance(problem, Broken | Closed | DeadlineExceeded):
+            raise problem
+        named = {"request": self.number, "attempt": self.attempt, "peer": node.name}
+        log.warning("attempt failed: %s", problem, extra=named)
+        if self._said and self._streams:
             raise problem
         self._failed[node.life] = problem
         self._gateway.counters["retries"] += 1

@@ -28,6 +28,7 @@ from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.listening import listen
 from pdbus.nodes.http.server import serve_app
 from pdbus.nodes.http.tls import Tls
+from pdbus.nodes.logs import FORMS, set_up_logs
 from pdbus.nodes.tracing import Tracer, tracer_of
 
 from .endpoints import Endpoint, Endpoints
@@ -60,6 +61,7 @@ class GatewayConfig:
     name: str
     record: str
     record_tokens: bool
+    log_format: str = "text"
     vllm: bool = False
     prefiller_names: tuple[str, ...] = ()
 
@@ -78,7 +80,7 @@ def run_gateway(config: GatewayConfig) -> int:
     listening = listen(
         at.host, at.port, search="http" not in config.asked, host_setting="--http", port_setting="--http"
     )
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s", datefmt="%H:%M:%S")
+    set_up_logs(name, config.log_format)
     if config.vllm:
         uvloop.run(_run_front(config, listening, http_keys))
     else:
@@ -105,6 +107,8 @@ def check(config: GatewayConfig) -> None:
             raise ConfigError("--name", str(e)) from None
     if config.policy not in POLICIES:
         raise ConfigError("--policy", f"there is no {config.policy!r}; give {', '.join(POLICIES)}")
+    if config.log_format not in FORMS:
+        raise ConfigError("--log-format", f"must be {' or '.join(FORMS)}, got {config.log_format!r}")
     if config.record_tokens and not config.record:
         raise ConfigError("--record-tokens", "needs --record DIR, the recording that they are to stand in")
     if config.record and os.path.exists(config.record) and not os.path.isdir(config.record):

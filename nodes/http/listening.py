@@ -25,6 +25,7 @@ class HttpArgs(Declared):
     http_keys: str = ""  # file of bearer keys
     tls_cert: str = ""  # PEM files; "": in clear
     tls_key: str = ""
+    log_format: str = "text"
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -30,6 +29,7 @@ from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.keyring import Keyring
 from pdbus.connector.channel import end_with_parent
 from pdbus.connector.process import keep_what_is_loaded
+from pdbus.nodes.logs import set_up_logs
 from pdbus.nodes.tracing import tracer_of
 
 from .app import create_app
@@ -171,10 +171,8 @@ async def serve_app(
 
 def main() -> int:
     args = wire.from_json(sys.argv[1], HttpArgs)
-    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {args.name} HTTP: %(message)s", datefmt="%H:%M:%S")
-    end_with_parent()
-    if args.parent and os.getppid() != args.parent:
-        return 0
+    set_up_logs(f"{args.name} HTTP:" if args.log_format == "text" else args.name, args.log_format, logging.WARNING)
+    end_with_parent(args.parent)
     try:
         uvloop.run(serve(args))
     except PdError as e:

@@ -11,7 +11,7 @@ rows, so the model's own last layer computes them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,11 +85,17 @@ class Decoder:
 
         `tokens` and `positions` are [T] int64, rows of one sequence next to each other and in order.
         """
+        return self.forward_in(tokens, positions, [(plan, cache)])
+
+    def forward_in(self, tokens: Tensor, positions: Tensor, places: Sequence[tuple[Plan, KVCache]]) -> Computed:
+        """The same where the KV of each layer lies in another place than that of its neighbours: layers take turns
+        with `places`, whose plans are of the same spans."""
         x: Tensor | None = self._embedded(tokens)
-        step = self._step(positions, plan, cache)
-        for layer in self.weights.layers:
+        steps = [self._step(positions, plan, cache) for plan, cache in places]
+        plan = places[0][0]
+        for i, layer in enumerate(self.weights.layers):
             assert x is not None  # only the last layer ends without rows
-            x = layer(x, step)
+            x = layer(x, steps[i % len(steps)])
         if x is None:
             return Computed(None)
         hidden = self.weights.norm(x)

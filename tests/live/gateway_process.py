@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,7 @@ import httpx
 from pdbus.bus.client import Client
 from pdbus.bus.errors import PdError
 from pdbus.bus.ports import free_port
-from pdbus.nodes.cluster import PORTS_FROM, PORTS_TO, http_ok
+from pdbus.nodes.cluster import GATEWAY_COMMAND, PORTS_FROM, PORTS_TO, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
 from .faults import expected, until
@@ -79,7 +78,7 @@ def completion(prompt: Sequence[int], tokens: int, **body: Any) -> dict[str, Any
 async def gateway_of(*options: str) -> AsyncIterator[Gate]:
     """Serving; ended by SIGTERM, with status 0."""
     url = f"127.0.0.1:{free_port('127.0.0.1', random.randrange(PORTS_FROM, PORTS_TO))}"
-    command = (sys.executable, "-P", "-m", "pdbus.nodes.gateway", "--http", url, *options)
+    command = (*GATEWAY_COMMAND, "--http", url, *options)
     process = NodeProcess("gateway-1", "gateway", command, address="", http=f"http://{url}")
     await process.start()
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pdbus.bus.client import Client
@@ -41,6 +42,14 @@ def test_every_length_decodes_from_kv_read_over_nixl(coded: Live, length: int) -
     assert_equal(here, there)
     assert here.finished.timeline.remote
     assert here.finished.timeline.read_bytes > 0
+
+
+def test_no_process_of_a_node_on_loopback_listens_elsewhere(coded: Live) -> None:
+    """NIXL's listeners among them: it authenticates nobody."""
+    for node in coded.cluster.nodes:
+        for process in (control := psutil.Process(node.pid), *control.children(recursive=True)):
+            there = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            assert set(there) <= {"127.0.0.1"}, (process.cmdline(), there)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8, "seed": 7}, {"logprobs": 2}, {"ignore_eos": True}])

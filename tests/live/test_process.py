@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import uvloop
 
 from pdbus.bus.wire import Declared
-from pdbus.connector.process import Child, Exit, child_environment, describe_exit, spawn
+from pdbus.connector.process import Child, Exit, child_environment, describe_exit, nixl_environment, spawn
 
 pytestmark = pytest.mark.live
 
@@ -116,6 +118,39 @@ def test_user_settings_of_malloc_and_nixl_win(monkeypatch: pytest.MonkeyPatch) -
     assert environment["NIXL_LOG_LEVEL"] == "DEBUG"
     assert environment["MALLOC_TRIM_THRESHOLD_"] == str(256 << 20)
     assert environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("listen", "there", "devices"),
+    [
+        ("tcp://127.0.0.1:0", "", {"UCX_NET_DEVICES": "lo"}),
+        ("tcp://[::1]:7400", "", {"UCX_NET_DEVICES": "lo"}),
+        ("tcp://0.0.0.0:7400", "", {}),
+        ("tcp://127.0.0.1:0", "eth0", {}),
+    ],
+)
+def test_nixl_listens_where_the_node_does(
+    listen: str, there: str, devices: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said where."""
+    monkeypatch.setenv("UCX_NET_DEVICES", there)
+    if not there:
+        monkeypatch.delenv("UCX_NET_DEVICES")
+    assert nixl_environment(listen) == devices
+
+
+ORPHAN = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-P", "-m", sys.argv[1], str(os.getppid()), *sys.argv[2:]])
+sys.exit(child.wait())
+"""
+
+
+@pytest.mark.parametrize("module", ["pdbus.nodes", "pdbus.nodes.gateway"])
+def test_a_node_whose_parent_died_before_it_could_watch_it_does_not_start(module: str) -> None:
+    """The parent that it is told of is another one than it has, as when that one was killed meanwhile."""
+    ended = subprocess.run([sys.executable, "-c", ORPHAN, module], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, f"its parent, process {os.getpid()}, has ended\n")
 
 
 def test_exit_of_an_unknown_signal() -> None:

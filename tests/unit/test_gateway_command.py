@@ -80,6 +80,7 @@ NODE = "tcp://127.0.0.1:7400"
         (("--join", NODE, "--name", "a/b"), "pd: --name: 'a/b' will not do"),
         (("--vllm", "--policy", "prefix"), "pd: --policy: is for nodes of pdbus"),
         (("--vllm", "--queue", "256"), "pd: --queue: is for nodes of pdbus"),
+        (("--join", NODE, "--log-format", "xml"), "pd: --log-format: must be text or json, got 'xml'"),
         (("--join", NODE, "--queue", "-1"), "pd: Invalid value for '--queue'"),
     ],
 )

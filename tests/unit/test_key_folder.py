@@ -142,7 +142,7 @@ def test_a_key_is_replaced_in_three_steps(
     folder = key_folder(tmp_path / "keys", {"p1": "prefill"}, {"p1": AT})
     old = folder.allowed().keys[0]
     code, said = pd("rotate", "p1", keys=folder.path, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 0 and f"pd keys revoke p1 {old.public[:16]}" in said
+    assert code == 0 and f"pd keys revoke p1 {old.public[:16]} --keys {folder.path}" in said
     assert [key.public for key in folder.allowed().at(AT)] == [folder.own("p1").public, old.public]
     code, _ = pd("revoke", "p1", old.public[:16], keys=folder.path, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 0 and [key.public for key in folder.allowed().keys] == [folder.own("p1").public]

@@ -190,7 +190,9 @@ def test_tools_are_welcomed_and_forgotten() -> None:
         ("parts", {"geometry": replace(GEOMETRY, kv_parts=1)}),
         ("tp", {"geometry": replace(GEOMETRY, tp=1000)}),
         ("fingerprint", {"fingerprint": "other"}),
-        ("version", {"version": "0.2.0"}),
+        ("version", {"version": "0.3.0"}),
+        ("version", {"version": "1.1.0"}),
+        ("version", {"version": "mine"}),
         ("deterministic", {"deterministic": True}),
     ],
 )
@@ -208,9 +210,10 @@ def test_a_pair_that_cannot_share_kv_is_refused_by_field_with_both_values(field:
     assert field in d.machine.members()[0].reason
 
 
-def test_max_model_len_and_patch_version_may_differ() -> None:
+@pytest.mark.parametrize("version", ["0.1.9", "0.2.3", "0.0.4", "0.2.0rc1"])
+def test_max_model_len_and_versions_next_to_each_other_may_differ(version: str) -> None:
     net = Net()
-    p, d = Node(net, "p", "prefill", max_model_len=5, version="0.1.9"), Node(net, "d", "decode", max_model_len=9)
+    p, d = Node(net, "p", "prefill", max_model_len=5, version=version), Node(net, "d", "decode", max_model_len=9)
     d.join(p)
     assert d.state_of("p") == "up"
 
@@ -593,6 +596,11 @@ def test_a_called_node_with_the_name_of_another_that_is_up_is_refused() -> None:
     net.run(1)
     assert [peer.incarnation for peer in d.machine.prefill_peers()] == [p.incarnation]
     assert any("--name" in e.reason for e in d.got(ms.CallFailed))
+    shown = {(peer.name, peer.called_at or peer.address): peer for peer in d.machine.members()}
+    assert shown["p", p.address].state == "up"
+    assert shown["p", second.address].state == "refused" and "--name" in shown["p", second.address].reason
+    (down,) = second.got(ms.PeerDown)  # it had taken us for a member
+    assert down.proven and "--name" in down.reason
 
 
 def test_a_peer_killed_while_in_use_is_dead_a_second_after_its_connection_broke() -> None:

@@ -258,7 +258,7 @@ def test_a_pair_of_which_only_the_reader_drafts_is_refused_by_name(guessing: Pat
         ({"speculate": 0}, "--speculate-method: mtp drafts one token a step: give --speculate 1"),
         ({"speculate": 2}, "--speculate-method: mtp drafts one token a step: give --speculate 1"),
         ({"engine": "coded"}, "--speculate: the coded engine does not speculate"),
-        ({"speculate_method": "medusa"}, "--speculate-method: 'medusa' is not known; give ngram or mtp"),
+        ({"speculate_method": "medusa"}, "--speculate-method: 'medusa' is not known; give ngram, mtp or draft"),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(guessing: Path, fields: dict[str, Any], problem: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from pdbus.bus.endpoint import Received
 from pdbus.bus.errors import Overloaded, RequestError
 from pdbus.bus.messages import Cancel, Connect
@@ -319,3 +321,12 @@ async def test_a_stream_of_a_node_that_died_ends_long_before_it_counts_as_dead()
     async with gate([decode_node("d1", dies_after_a_token)]) as gated:
         answer = await gated.post(stream=True)
         assert "was cut" in events(answer)[-1]["error"]["message"]
+
+
+@on_loop
+async def test_each_failed_attempt_is_a_line_with_request_attempt_and_peer(caplog: pytest.LogCaptureFixture) -> None:
+    async with gate([decode_node("d1", leaves), decode_node("d2", HELLO)]) as gated:
+        for _ in range(2):
+            assert (await gated.post()).status_code == 200
+    (line,) = [record for record in caplog.records if record.getMessage().startswith("attempt failed: ")]
+    assert vars(line)["peer"] == "d1" and vars(line)["attempt"] == 1 and vars(line)["request"] in (1, 2)
