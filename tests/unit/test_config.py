@@ -131,7 +131,7 @@ def test_an_option_given_as_empty_is_a_slip(name: str) -> None:
 
 def test_an_empty_variable_is_not_set() -> None:
     assert load({"engine": "coded"}, {"PD_RECORD": "", "PD_JOIN": ""}, host=HOST).join == ()
-    with pytest.raises(ConfigError, match="^PD_JOIN: is empty"):
+    with pytest.raises(ConfigError, match=r"^PD_JOIN: is empty"):
         load({"engine": "coded"}, {"PD_JOIN": ","}, host=HOST)
 
 
