@@ -114,6 +114,16 @@ def bench_gateway(
     _bench("gateway", as_json, prompt_tokens=prompt_tokens, requests=requests, step_ms=step_ms)
 
 
+@bench.command("routing")
+def bench_routing(
+    turns: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Of each policy, 24 requests each.")] = 5,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Prefix hits and first tokens by the gateway's policy, two prefill and two decode nodes of the coded engine."""
+    _bench("routing", as_json, turns=turns, step_ms=step_ms)
+
+
 @bench.command("http")
 def bench_http(
     clients: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="That stream at the same time.")] = 16,
