@@ -263,7 +263,16 @@ class Membership:
         if header.to_inc not in (b"", self._config.incarnation):
             return [ms.rejected(event, "meant for another incarnation", event.link)]
         reason = self._roster.impossible(header, now_ns, answers=True)
-        reason = reason or self._name_taken(header, hello, now_ns)
+        if not reason and (reason := self._name_taken(header, hello, now_ns)):
+            dial.name = header.from_
+            goodbye = ms.answer(
+                event.link, header, Goodbye(reason=reason)
+            )  # it takes us for a member, and would not know
+            return [
+                goodbye,
+                *self._refuse_call(dial, reason, now_ns, flush=True),
+                ms.rejected(event, reason, event.link),
+            ]
         if not reason and (fields := differences(self._hello, hello, self._unreadable)):
             reason, dial.name = describe(fields), dial.name or header.from_
         if reason:
@@ -303,11 +312,11 @@ class Membership:
             effects += self._lost(known, event.message.reason, now_ns)
         return effects
 
-    def _refuse_call(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
+    def _refuse_call(self, dial: Dial, reason: str, now_ns: int, *, flush: bool = False) -> list[ms.MembershipEffect]:
         """They refused us, or we them: another try only slowly."""
         link = dial.link
         self._dials.refuse(dial, reason, now_ns)
-        return [*ms.closing(link), *self._news_of(dial)]
+        return [*ms.closing(link, flush=flush), *self._news_of(dial)]
 
     def _call_failed(self, dial: Dial, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
         """No news of one that has been said to be gone: it is called so that it is found when it comes back."""

@@ -172,13 +172,24 @@ class Roster:
         self._turned_away.pop(name, None)
 
     def members(self, dials: Dials) -> list[Peer]:
-        """Each once: a peer with the call to it, known by its name or, before an answer, by its address alone."""
-        shown = [_shown(p, dials.named(p.name) or dials.at(p.hello.address)) for p in self._peers.values()]
+        """Each once: a peer with the call to it, known by its name or, before an answer, by its address alone. Beside
+        one that is up, whoever was called elsewhere and has its name, too."""
+        shown = [_shown(p, _dial_to(p, dials)) for p in self._peers.values()]
         named = {p.name: None for p in shown}
         shown_at = {p.called_at: None for p in shown}
-        shown += [_shown_dial(d) for d in dials.all() if d.name not in named and d.address not in shown_at]
+        for d in dials.all():
+            namesake = d.state is DialState.REFUSED and (p := self._peers.get(d.name)) and p.state in USABLE
+            if d.address not in shown_at and (d.name not in named or namesake):
+                shown.append(_shown_dial(d))
         named = {p.name: None for p in shown}
         return shown + [p for p in self._turned_away.values() if p.name not in named]
+
+
+def _dial_to(known: Known, dials: Dials) -> Dial | None:
+    """The call to a peer; not one to another node that has its name."""
+    at, named = dials.at(known.hello.address), dials.named(known.name)
+    namesake = named is not None and named.state is DialState.REFUSED and known.state in USABLE
+    return at or (None if namesake else named)
 
 
 def _shown(known: Known, dial: Dial | None) -> Peer:

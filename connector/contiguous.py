@@ -15,13 +15,16 @@ from itertools import pairwise
 def side_by_side(blocks: Sequence[int], n: int) -> list[int]:
     """`n` of at least `n` rising block ids, rising: of the shortest run that has so many; of the longest runs when
     none has."""
-    runs = _runs(blocks)
+    runs = sorted(_runs(blocks), key=lambda run: (-run[0], run[1]))
     chosen: list[int] = []
-    while runs and len(chosen) < n:
+    for place, (length, start) in enumerate(runs):
         missing = n - len(chosen)
-        length, start = min((run for run in runs if run[0] >= missing), default=max(runs, key=lambda run: run[0]))
-        runs.remove((length, start))
-        chosen += blocks[start : start + min(length, missing)]
+        if length < missing:
+            chosen += blocks[start : start + length]
+            continue
+        _, start = min(run for run in runs[place:] if run[0] >= missing)
+        chosen += blocks[start : start + missing]
+        break
     return sorted(chosen)
 
 

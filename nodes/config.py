@@ -377,6 +377,8 @@ def read_toml(file: Path, said: str) -> dict[str, Any]:
         raise ConfigError(said, f"cannot read {file}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(said, f"{file} is not TOML: {e}") from None
+    except RecursionError:
+        raise ConfigError(said, f"{file} is no file of settings: it is nested too deeply") from None
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -318,7 +318,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError("--model", f"{path}: {e}") from None
     if not isinstance(value, dict):
         raise ConfigError("--model", f"{path} must hold a JSON object")

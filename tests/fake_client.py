@@ -90,6 +90,7 @@ class FakeClient:
         self.generations: list[FakeGeneration] = []
         self.waiting = asyncio.Event()  # set when a script has come to an event
         self.commands: list[tuple[str, str]] = []  # what it was asked to do, to whom
+        self.connected = ""  # who answered where it was told to connect to; its name
 
     def generate(
         self,
@@ -117,7 +118,7 @@ class FakeClient:
 
     async def connect(self, addresses: Sequence[str]) -> tuple[Outcome, ...]:
         self.commands += (("connect", address) for address in addresses)
-        return tuple(Outcome(target=address, ok=True) for address in addresses)
+        return tuple(Outcome(target=address, ok=True, detail=self.connected) for address in addresses)
 
     async def disconnect(self, targets: Sequence[str]) -> tuple[Outcome, ...]:
         self.commands += (("disconnect", target) for target in targets)

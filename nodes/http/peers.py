@@ -22,7 +22,7 @@ from pdbus.bus import wire
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
-from pdbus.bus.wire import Declared
+from pdbus.bus.wire import Declared, replace
 
 from .errors import JSON
 from .stream import read_body
@@ -85,7 +85,7 @@ class PrefillEndpoints:
         async with self._turn:
             found = await asyncio.gather(*(find(endpoint) for endpoint in endpoints))
             asked = asyncio.gather(*(ask() for ask in found))
-        return JSON({"results": await asked})
+        return JSON({"results": [replace(result, detail="") if result.ok else result for result in await asked]})
 
     async def list(self, _: Request) -> Response:
         """With their state. One without a role is called, but has not said what it is; or it refused us."""
@@ -101,18 +101,23 @@ class PrefillEndpoints:
     async def _find_to_add(self, endpoint: str) -> Asking:
         try:
             info = await fetch_info(endpoint)
-            fits = info.role in PREFILL_ROLES or await self._was_removed(info.name)
+            peers = (await self._upstream.status()).get("peers", [])
         except PdError as e:
             return partial(_failed, endpoint, str(e))
-        if not fits:
+        if info.role not in PREFILL_ROLES and not _was_removed(peers, info.name):
             return partial(_failed, endpoint, f"is no prefill node: {info.role}", info.name)
-        self._infos[endpoint] = info  # also of one that refuses: it is called again, and listed
-        return partial(_ask, endpoint, info.name, self._upstream.connect, info.address)
+        there = next((peer["name"] for peer in peers if peer["address"] == info.address), "")
+        if there not in ("", info.name):
+            return partial(_failed, endpoint, _another(info, there), info.name)
+        return partial(self._join, endpoint, info)
 
-    async def _was_removed(self, name: str) -> bool:
-        """A decode node could be, and so must be able to come back."""
-        peers = (await self._upstream.status()).get("peers", [])
-        return any(peer["name"] == name and peer["state"] in ("removing", "removed") for peer in peers)
+    async def _join(self, endpoint: str, info: Info) -> Result:
+        """The endpoint is remembered also for one that refuses: it is called again, and listed."""
+        result = await _ask(endpoint, info.name, self._upstream.connect, info.address)
+        if result.ok and result.detail not in ("", info.name):
+            return await _failed(endpoint, _another(info, result.detail), info.name)
+        self._infos[endpoint] = info
+        return result
 
     async def _find_to_remove(self, endpoint: str) -> Asking:
         try:
@@ -143,6 +148,15 @@ async def _read(request: Request) -> list[str]:
     return [_without_slash(endpoint) for endpoint in body.endpoints]
 
 
+def _was_removed(peers: Sequence[dict[str, Any]], name: str) -> bool:
+    """A decode node could be, and so must be able to come back."""
+    return any(peer["name"] == name and peer["state"] in ("removing", "removed") for peer in peers)
+
+
+def _another(info: Info, found: str) -> str:
+    return f"says that it is {info.name} at {info.address}, but that is {found}"
+
+
 def _without_slash(endpoint: str) -> str:
     """http://host:port/ is http://host:port; what is no address stays as it was given."""
     short = endpoint.rstrip("/")
@@ -160,7 +174,7 @@ async def _ask(
         outcome = _only(await ask([target]))
     except PdError as e:
         return Result(endpoint=endpoint, ok=False, name=name, detail=str(e))
-    return Result(endpoint=endpoint, ok=outcome.ok, name=name, detail="" if outcome.ok else outcome.detail)
+    return Result(endpoint=endpoint, ok=outcome.ok, name=name, detail=outcome.detail)
 
 
 def _only(outcomes: Any) -> Outcome:

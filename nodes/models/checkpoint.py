@@ -45,7 +45,7 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ConfigError("--model", f"{index} is no safetensors index") from None
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
@@ -58,6 +58,8 @@ def _read_header(file: Path) -> Checkpoint:
         with file.open("rb") as f:
             size = f.seek(0, 2)
             f.seek(0)
+            if size < 8:
+                raise ValueError(f"it has {size} bytes")
             (length,) = struct.unpack("<Q", f.read(8))
             if length > min(HEADER_BYTES_MAX, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -66,7 +68,7 @@ def _read_header(file: Path) -> Checkpoint:
             tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError:
         raise ConfigError("--model", f"{file} is missing") from None
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError("--model", f"{file} is no safetensors file, or is damaged: {e}") from None
     end = max((t.offset + t.size for t in tensors.values()), default=0)
     if end > size:

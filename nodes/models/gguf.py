@@ -76,7 +76,7 @@ def convert(path: Path, folder: Path, progress: Callable[[float], None] = lambda
     except ConfigError:
         raise
     except (ValueError, KeyError, IndexError, struct.error) as e:
-        raise ConfigError("--model", f"{path} is no GGUF file that can be read: {e}") from None
+        raise ConfigError("--model", f"{path} is no GGUF file, or is truncated or damaged: {e}") from None
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)

@@ -15,6 +15,7 @@ from ..options import AsJson, Keys, group
 from ..values import addresses, duration
 
 FACTOR_MAX = 1e6  # of speed and tokens: more is a slip of the finger
+LINK_MIN, LINK_MAX = 1e-4, 1e5  # GB/s: a modem's, and more than any machine's memory has
 
 replay = group("Look into recordings, replay workloads, explore what could happen.")
 
@@ -203,7 +204,7 @@ def simulate(
         int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
     ] = 0,
     kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
-    link: Annotated[float, typer.Option(metavar="GB/S", min=0, help="Bandwidth of a node's link.")] = 0.0,
+    link: Annotated[float, typer.Option(metavar="GB/S", help="Bandwidth of a node's link; 0: the profile's.")] = 0.0,
     lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 30s.")] = "",
     renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 5s.")] = "",
     claim: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 2s.")] = "",
@@ -240,7 +241,7 @@ def simulate(
         max_running=max_running,
         skip_sampling=skip_sampling,
         prefill_policy=prefill_policy,
-        link_gb_per_s=link,
+        link_gb_per_s=_link(link),
         lease_ns=_duration("--lease", lease),
         renew_ns=_duration("--renew", renew),
         claim_ns=_duration("--claim", claim),
@@ -282,6 +283,12 @@ def _addresses(text: str) -> tuple[str, ...]:
 def _factor(option: str, value: float) -> float:
     if not 0 < value <= FACTOR_MAX:
         raise ConfigError(option, f"{value:g} will not do; give a number above 0, at most {FACTOR_MAX:g}")
+    return value
+
+
+def _link(value: float) -> float:
+    if value and not LINK_MIN <= value <= LINK_MAX:
+        raise ConfigError("--link", f"{value:g} will not do; give GB/s from {LINK_MIN:g} to {LINK_MAX:g}, or 0")
     return value
 
 

@@ -262,6 +262,12 @@ def test_a_bad_file_is_blamed_on_what_named_it(tmp_path: Path) -> None:
         load({}, {"PD_CONFIG": str(bad)}, file=bad, host=HOST)
 
 
+def test_a_file_that_is_nested_too_deeply_is_said_so(tmp_path: Path) -> None:
+    bad = toml(tmp_path, f"kv_blocks = {'[' * 5000}{']' * 5000}")
+    with pytest.raises(ConfigError, match=r"^--config: .* nested too deeply$"):
+        load({}, {}, file=bad, host=HOST)
+
+
 @pytest.mark.parametrize("setting", ["listen", "events", "http_host"])
 def test_a_host_that_nobody_knows_is_not_said_to_be_reachable(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "unknown_host", lambda host: "Name or service not known")

@@ -48,6 +48,38 @@ def test_so_many_of_those_given_rising_and_in_no_more_runs_than_the_first_ones(
         assert runs_of(chosen) <= runs_of(rising[:n])
 
 
+@given(blocks=st.sets(st.integers(0, 60)), data=st.data())
+def test_the_same_as_run_after_run(blocks: set[int], data: st.DataObject) -> None:
+    """Each time anew: the shortest run that has all that is missing, else the longest one; of equals the first."""
+    rising = sorted(blocks)
+    n = data.draw(st.integers(0, len(rising)))
+    left, chosen = set(blocks), set[int]()
+    while len(chosen) < n:
+        missing = n - len(chosen)
+        runs = consecutive(sorted(left))
+        enough = [run for run in runs if len(run) >= missing]
+        run = min(enough, key=len) if enough else max(runs, key=len)
+        chosen.update(run[:missing])
+        left.difference_update(run)
+    assert side_by_side(rising, n) == sorted(chosen)
+
+
+def consecutive(rising: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for block in rising:
+        if runs and runs[-1][-1] == block - 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
+def test_a_long_prompt_finds_blocks_at_once_where_none_has_a_neighbour() -> None:
+    """Fifty thousand runs. Looked through anew for each block they would hold up the node for minutes."""
+    blocks = range(0, 100_000, 2)
+    assert side_by_side(blocks, 25_000) == list(blocks[:25_000])
+
+
 def test_pools_that_have_served_long_give_prompts_few_runs() -> None:
     """Two nodes' pools, caches full: with the very oldest blocks alone, each would be a run of its own."""
     source, target = UsedPool(1024, seed=0), UsedPool(1024, seed=1)

@@ -724,6 +724,26 @@ def test_the_list_shows_an_endpoint_that_refused_us() -> None:
     assert listed == [{"endpoint": url, **refused}]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_an_endpoint_that_says_to_be_another_node_is_refused(known: bool) -> None:
+    """Whether the node that is really there is a member already, or says hello when it is called."""
+
+    async def scene() -> Any:
+        client = FakeClient()
+        there = STATUS["peers"][0] if known else {**STATUS["peers"][0], "address": "tcp://127.0.0.1:1"}
+        client.says = {**STATUS, "peers": [there]}
+        client.connected = "p0"
+        async with serving(client) as web:
+            with endpoint_of(name="zz") as url:
+                [result] = (await web.post("/add_remote_prefill_eps", json={"endpoints": [url]})).json()["results"]
+                return url, result, (await web.get("/remote_prefill_eps")).json()["endpoints"], client.commands
+
+    url, result, (listed,), commands = asyncio.run(scene())
+    assert result["detail"] == f"says that it is zz at {INFO['address']}, but that is p0" and not result["ok"]
+    assert listed["endpoint"] != url
+    assert commands == ([] if known else [("connect", INFO["address"])])
+
+
 def test_a_silent_port_does_not_keep_the_others_from_joining() -> None:
     client = FakeClient()
     with endpoint_of() as url:

@@ -596,6 +596,11 @@ def test_a_called_node_with_the_name_of_another_that_is_up_is_refused() -> None:
     net.run(1)
     assert [peer.incarnation for peer in d.machine.prefill_peers()] == [p.incarnation]
     assert any("--name" in e.reason for e in d.got(ms.CallFailed))
+    shown = {(peer.name, peer.called_at or peer.address): peer for peer in d.machine.members()}
+    assert shown["p", p.address].state == "up"
+    assert shown["p", second.address].state == "refused" and "--name" in shown["p", second.address].reason
+    (down,) = second.got(ms.PeerDown)  # it had taken us for a member
+    assert down.proven and "--name" in down.reason
 
 
 def test_a_peer_killed_while_in_use_is_dead_a_second_after_its_connection_broke() -> None:
