@@ -10,7 +10,7 @@ import typer
 
 from pdbus.bus.errors import ConfigError
 
-from ..config import SETTINGS, load
+from ..config import DEMO_MODEL, SETTINGS, load
 from ..extras import need_node
 from ..options import AsJson, group, takes_settings
 
@@ -90,6 +90,18 @@ def bench_engine(
 ) -> None:
     """Forward passes in float32 and fp16 weights, beside bare linears of the same shapes."""
     _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
+
+
+@bench.command("speculate")
+def bench_speculate(
+    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Answers of each kind.")] = 3,
+    drafts: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Of a step, at most.")] = 8,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="One that can copy.")] = DEMO_MODEL,
+    draft_model: Annotated[str, typer.Option(metavar="MODEL", help="Drafts, instead of prompt lookup.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Decoding what repeats its prompt: with drafts and without, in turns."""
+    _bench("speculate", as_json, rounds=rounds, drafts=drafts, model=model, draft_model=draft_model)
 
 
 @bench.command("record")
