@@ -222,7 +222,7 @@ def test_when_nothing_completes_the_status_is_1_and_the_report_is_written(
 
 @pytest.fixture
 def ctrl_c_interrupts() -> Iterator[None]:
-    """As in a process of its own, whatever has run in this one before."""
+    """As in a terminal: where a script runs the tests in its background, Ctrl-C is ignored from the start."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
