@@ -88,6 +88,7 @@ bench: $(READY)
 	$(BIN)/pd bench curve
 	$(BIN)/pd bench serve
 	$(BIN)/pd bench engine
+	$(BIN)/pd bench speculate
 	$(BIN)/pd bench record
 	$(BIN)/pd bench smooth
 	$(BIN)/pd bench gateway
