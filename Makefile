@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check-long check-gpu check-ipex chaos fuzz soak bench lint audit check-wheel vllm test-vllm \
-  clean
+  bench-vllm clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make setup | demo | test | check-long | check-gpu | check-ipex | chaos | fuzz | soak | bench | lint | audit |"
-	@echo "  check-wheel | vllm | test-vllm | clean"
+	@echo "  check-wheel | vllm | test-vllm | bench-vllm | clean"
 
 setup: $(READY)
 
@@ -88,6 +88,7 @@ bench: $(READY)
 	$(BIN)/pd bench curve
 	$(BIN)/pd bench serve
 	$(BIN)/pd bench engine
+	$(BIN)/pd bench speculate
 	$(BIN)/pd bench record
 	$(BIN)/pd bench smooth
 	$(BIN)/pd bench gateway
@@ -113,6 +114,10 @@ $(VLLM)/.ready: pyproject.toml .ci/vllm.sh
 	@echo "installing pdbus and vLLM's CPU build into $(VLLM): some minutes, 4 GB"
 	@.ci/vllm.sh $(VLLM) $(PYTHON)
 	@touch $@
+
+# vLLM alone, vLLM pairs and our engine, in turns: half an hour (docs/benchmarks.md)
+bench-vllm: $(READY) $(VLLM)/.ready
+	PYTHONPATH=. $(BIN)/python -m tests.bench.against_vllm --vllm $(VLLM)/bin/python $(BENCH)
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest -q tests/vllm

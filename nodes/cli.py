@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from pdbus.bus.errors import ConfigError, PdError, RequestError
 from pdbus.bus.ports import parse_address
 
 from .bench.cli import bench
-from .config import SETTINGS, load
+from .config import EMPTY, SETTINGS, load, refuse_slips
 from .extras import EXTRAS, lacks
 from .gateway.routing import DEFAULT_POLICY
 from .keys_cli import keys
@@ -299,6 +300,9 @@ def _run(chosen: typer.Typer, program: str) -> None:
         return
     command: Callable[..., Any] = typer.main.get_command(chosen).main
     try:
+        if "--help" not in sys.argv:  # which may be what helps
+            refuse_slips(os.environ)
+            _refuse_empty(sys.argv[1:])
         code = command(prog_name=program, standalone_mode=False)
     except (UsageError, ConfigError, RequestError) as e:
         code = _complain(program, e, EXIT_BAD_INPUT)
@@ -312,6 +316,17 @@ def _run(chosen: typer.Typer, program: str) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Nothing here means something when it is empty: a shell's variable was, as in --record "$DIR". Raises
+    ConfigError."""
+    for before, argument in pairwise(("", *arguments)):
+        option, equals, value = argument.partition("=")
+        if not argument.strip(" ,"):
+            raise ConfigError(before if before.startswith("-") else "an argument", EMPTY)
+        if option.startswith("--") and equals and not value.strip(" ,"):
+            raise ConfigError(option, EMPTY)
 
 
 def _complain(program: str, error: Exception, code: int) -> int:

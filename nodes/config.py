@@ -12,10 +12,10 @@ import os
 import secrets
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from pdbus.bus.errors import ConfigError
 from pdbus.bus.ports import is_loopback, is_wildcard, unknown_host
@@ -134,6 +134,15 @@ def _memory_available_bytes() -> int:
     return 4 << 30
 
 
+KINDS = get_type_hints(NodeConfig)
+TOML_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false, without quotes"),
+    str: ((str,), "text in quotes"),
+    int: ((int, float, str), "a number, or text in quotes"),  # 2048, or "2GiB"
+    float: ((int, float, str), "a number"),
+    tuple: ((list, int, str), "a list, or text in quotes"),
+}  # by the kind of a setting's value: what may say it in a file
+EMPTY = "is empty: give a value, or leave it out"
 Chosen = dict[str, Any]
 Default = Callable[[Chosen, Host], Any]
 
@@ -166,6 +175,12 @@ class Setting:
     @property
     def is_list(self) -> bool:
         return self.parse is values.addresses
+
+    @property
+    def kind(self) -> type:
+        """Of its value: bool, str, int, float or tuple."""
+        hint: type = KINDS[self.field or self.name]
+        return get_origin(hint) or hint
 
 
 def _option(name: str) -> str:
@@ -333,11 +348,12 @@ def load(
     file: Path | None = None,
     host: Host | None = None,
 ) -> NodeConfig:
-    """The node's settings from options (text by setting name), environment and file. Raises ConfigError."""
+    """The node's settings from options (text by setting name), environment and file. An empty variable counts as not
+    set, an empty option or key is a slip. Raises ConfigError."""
     given = _Given()
     given.add({name: (text, _option(name)) for name, text in flags.items()})
     environ = environ or {}
-    _refuse_slips(environ)
+    refuse_slips(environ)
     given.add({s.name: (environ[s.variable], s.variable) for s in SETTINGS if environ.get(s.variable)})
     if file:
         given.add(_from_file(file, "PD_CONFIG" if environ.get("PD_CONFIG") == str(file) else "--config"))
@@ -364,8 +380,11 @@ def _from_file(file: Path, said: str) -> dict[str, tuple[str, str]]:
     for key, value in (*node.items(), *table.items()):
         name, written = key.replace("-", "_"), f"{key} ({file.name})"
         if name not in _BY_NAME:
-            raise ConfigError(written, f"is no setting of a node{_nearest(name, _BY_NAME)}")
-        found.setdefault(name, (_toml_text(written, value), written))
+            raise ConfigError(written, f"is no setting of a node{_nearest(name, value)}")
+        if name in found:
+            raise ConfigError(written, f"says again what {found[name][1]} says: give one of the two")
+        if value != []:  # none of them
+            found[name] = (_toml_text(_BY_NAME[name], written, value), written)
     return found
 
 
@@ -381,36 +400,42 @@ def read_toml(file: Path, said: str) -> dict[str, Any]:
         raise ConfigError(said, f"{file} is no file of settings: it is nested too deeply") from None
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _nearest(name: str, value: Any) -> str:
+    """A table can only be meant for [node], the one that there is."""
+    if isinstance(value, dict):
+        return "; the only table is [node]"
+    close = difflib.get_close_matches(name, _BY_NAME, n=1)
     return f"; the nearest is {close[0]}" if close else "; `pd-node --help` lists them all"
 
 
-def _refuse_slips(environ: Mapping[str, str]) -> None:
-    """A variable that is nearly one of ours is a slip of the pen; other programs' may begin with PD_ as well."""
+def refuse_slips(environ: Mapping[str, str]) -> None:
+    """A variable that is nearly one of ours is a slip of the pen; other programs' may begin with PD_ as well. Raises
+    ConfigError naming it."""
     known = {setting.variable for setting in SETTINGS} | OTHER_VARIABLES
     for variable in sorted(environ):
         if variable.startswith("PD_") and variable not in known:
             close = difflib.get_close_matches(variable, sorted(known), n=1, cutoff=SLIP_LIKENESS)
             if close:
-                raise ConfigError(variable, f"is no setting of a node; the nearest is {close[0]}")
+                raise ConfigError(variable, f"is no variable of pdbus; the nearest is {close[0]}")
 
 
-def _toml_text(written: str, value: Any) -> str:
-    """A TOML value as an option's text, so that one parser serves all three."""
+def _toml_text(setting: Setting, written: str, value: Any) -> str:
+    """A TOML value of the setting's kind as an option's text, so that one parser serves all three."""
+    fits, wanted = TOML_KINDS[setting.kind]
+    if type(value) not in fits or (isinstance(value, list) and not {type(v) for v in value} <= {str, int}):
+        raise ConfigError(written, f"give {wanted}")
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list) and all(isinstance(v, str | int) for v in value):
-        return ",".join(str(v) for v in value)
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise ConfigError(written, "give text, a number, true, false or a list")
+    return ",".join(str(v) for v in value) if isinstance(value, list) else str(value)
 
 
 def _value(setting: Setting, given: _Given, chosen: Chosen, host: Host) -> Any:
     if setting.name in given.text:
+        text = given.text[setting.name]
+        if not text.strip(" ,"):
+            raise ConfigError(given.written[setting.name], EMPTY)
         try:
-            return setting.parse(given.text[setting.name])
+            return setting.parse(text)
         except ValueError as e:
             raise ConfigError(given.written[setting.name], str(e)) from None
     return setting.default(chosen, host) if callable(setting.default) else setting.default

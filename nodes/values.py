@@ -79,7 +79,7 @@ def switch(text: str) -> bool:
     value = text.strip().lower()
     if value in ("1", "true", "yes", "on"):
         return True
-    if value in ("0", "false", "no", "off", ""):
+    if value in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"{text!r} is neither on nor off; give true or false")
 

@@ -54,6 +54,7 @@ STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is ha
 RESTART_WAIT_S = 0.1
 RENEWALS = 6  # in a lease's time, as on a node: some may be lost
 TICK_MIN_S = 0.001
+REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV
 
 log = logging.getLogger("vllm.pdbus")
 
@@ -82,6 +83,7 @@ class Control:
         self._keys: KeyWatch | None = None
         self._effects: deque[ev.NodeEffect] = deque()
         self._draining = False
+        self._settled = threading.Event()  # since the last rest, for some request
         self._bound = threading.Event()
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="pdbus", daemon=True)
@@ -134,6 +136,11 @@ class Control:
     def want(self, request: str) -> Want | None:
         with self._lock:
             return self._core.want(request) if self._core is not None else None
+
+    def rest(self) -> None:
+        """Wait a little, or until some KV is there or will not come."""
+        self._settled.wait(REST_S)
+        self._settled.clear()
 
     @property
     def mover_pid(self) -> int:
@@ -355,6 +362,8 @@ class Control:
     def _publish(self, e: ev.Publish) -> None:
         if e.topic == "node" or e.event == "attempt.failed":
             log.info("%s %s", e.event, " ".join(f"{key}={value}" for key, value in e.data.items()))
+        if e.topic == "request":
+            self._settled.set()
         self._publisher.publish(e.topic, e.event, e.data)
 
 

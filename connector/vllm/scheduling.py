@@ -29,6 +29,9 @@ class Door(Protocol):
 
     def want(self, request: str) -> Want | None: ...
 
+    def rest(self) -> None:
+        """Wait a little, or until some KV is there or will not come."""
+
 
 @dataclass(slots=True)
 class _Tracked:
@@ -143,7 +146,10 @@ class SchedulerSide:
     # ------------------------------------------------------------ steps
 
     def step(self, scheduled: Any) -> StepCopies:
-        """What the worker is to copy in this step."""
+        """What the worker is to copy in this step. Where nothing runs and KV is awaited, vLLM would ask again at once,
+        and take the core that computes it."""
+        if not scheduled.total_num_scheduled_tokens and any(t.asked and not t.over for t in self._tracked.values()):
+            self._door.rest()
         loads, self._loads = tuple(self._loads), []
         saves = tuple(self._saves(scheduled)) if self._role == "prefill" else ()
         return StepCopies(slab=self._slab, loads=loads, saves=saves)

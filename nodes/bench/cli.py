@@ -10,7 +10,7 @@ import typer
 
 from pdbus.bus.errors import ConfigError
 
-from ..config import SETTINGS, load
+from ..config import DEMO_MODEL, SETTINGS, load
 from ..extras import need_node
 from ..options import AsJson, group, takes_settings
 
@@ -92,6 +92,18 @@ def bench_engine(
     _bench("engine", as_json, rounds=rounds, chunk=chunk, model=model)
 
 
+@bench.command("speculate")
+def bench_speculate(
+    rounds: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Answers of each kind.")] = 3,
+    drafts: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Of a step, at most.")] = 8,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="One that can copy.")] = DEMO_MODEL,
+    draft_model: Annotated[str, typer.Option(metavar="MODEL", help="Drafts, instead of prompt lookup.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Decoding what repeats its prompt: with drafts and without, in turns."""
+    _bench("speculate", as_json, rounds=rounds, drafts=drafts, model=model, draft_model=draft_model)
+
+
 @bench.command("record")
 def bench_record(
     pairs: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Pairs of turns.")] = 10,
@@ -112,6 +124,16 @@ def bench_gateway(
 ) -> None:
     """What HTTP and the gateway add to the SDK on the node, in turns, with the coded engine."""
     _bench("gateway", as_json, prompt_tokens=prompt_tokens, requests=requests, step_ms=step_ms)
+
+
+@bench.command("routing")
+def bench_routing(
+    turns: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Of each policy, 24 requests each.")] = 5,
+    step_ms: Annotated[float, typer.Option(min=0, max=1000, metavar="MS", help="Time of an engine's step.")] = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Prefix hits and first tokens by the gateway's policy, two prefill and two decode nodes of the coded engine."""
+    _bench("routing", as_json, turns=turns, step_ms=step_ms)
 
 
 @bench.command("http")

@@ -7,6 +7,8 @@ Result: `model`, `rounds`, `chunk`, and three lists of rows. `prefill` has `toke
 `tokens_per_s` of one prompt in chunks of `chunk`; `decode` has `batch`, `context` (tokens before the step), `weights`,
 `ms` of a step and `tokens_per_s` of the batch. Both have `linear_ms`, the bare linears over all layers and the head
 (in prefill for one row), and `ratio_to_linear` = linear_ms / ms: above 1 is quicker than the bare linears.
+`long_context` has for each `batch` and `weights` how many times as long a step takes at the longest context as at the
+shortest, `growth`.
 `startup` is one fresh process for each of `weights`: `ready_cpu_ms` from its start to the end of the warm-up, of which
 `import_cpu_ms` are imports; `import_bytes`, `peak_bytes`: resident after the imports, and at most; `weight_bytes` of
 all matrices as held, `slab_bytes` of KV; `peak_ratio` = peak_bytes / (import_bytes + weight_bytes + slab_bytes).
@@ -63,19 +65,31 @@ def run(rounds: int = 9, chunk: int = 256, model: str = "") -> dict[str, Any]:
     with torch.inference_mode():
         linears = Linears(resolved.config)
         subjects = {kind: Subject(resolved, kind) for kind in KINDS}
+        prefill = [row for tokens in PROMPTS for row in _prefill(linears, subjects, tokens, chunk, rounds)]
+        decode = [
+            row
+            for context in CONTEXTS
+            for batch in BATCHES
+            for row in _decode(linears, subjects, batch, context, rounds)
+        ]
         return {
             "model": resolved.name,
             "rounds": rounds,
             "chunk": chunk,
-            "prefill": [row for tokens in PROMPTS for row in _prefill(linears, subjects, tokens, chunk, rounds)],
-            "decode": [
-                row
-                for context in CONTEXTS
-                for batch in BATCHES
-                for row in _decode(linears, subjects, batch, context, rounds)
-            ],
+            "prefill": prefill,
+            "decode": decode,
+            "long_context": _growth(decode),
             "startup": startup,
         }
+
+
+def _growth(decode: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    ms = {(row["batch"], row["weights"], row["context"]): row["ms"] for row in decode}
+    return [
+        {"batch": batch, "weights": kind, "growth": ms[batch, kind, CONTEXTS[-1]] / ms[batch, kind, CONTEXTS[0]]}
+        for batch in BATCHES
+        for kind in KINDS
+    ]
 
 
 def _prefill(

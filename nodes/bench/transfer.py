@@ -22,9 +22,9 @@ import numpy as np
 from rich.progress import Progress
 
 from pdbus.bus import wire
-from pdbus.bus.errors import Broken
+from pdbus.bus.errors import Broken, ConfigError
 from pdbus.connector.ipc import Advertise, Read, ReadEnded
-from pdbus.connector.slab import Slab
+from pdbus.connector.slab import Slab, available_bytes
 
 from .movers import LiveMover, Movers, introduce
 from .raw import DefaultOwner, RawReader, Remote
@@ -49,8 +49,9 @@ def run(
     sides give them out (`runs`, neighbours merged), and `scattered`, no two neighbours. `raw_nixl` is one descriptor,
     `raw_blocks` one for each scattered block, both with the better of NIXL's progress thread on and off; `defaults`
     are scattered blocks between two agents left at NIXL's defaults. Sizes are rounded down to whole blocks. Raises
-    Broken when NIXL cannot.
+    Broken when NIXL cannot, ConfigError naming `--sizes` for more than the memory holds.
     """
+    _check_memory(max(sizes_bytes), block_bytes)
     rows: list[dict[str, Any]] = []
     with Progress(transient=True) as bar:
         task = bar.add_task("sizes", total=3 * len(sizes_bytes))
@@ -61,10 +62,21 @@ def run(
     return {"sizes": rows}
 
 
+def _slab_bytes(largest: int, block_bytes: int) -> int:
+    return max(SLAB_BYTES, 4 * largest) // block_bytes * block_bytes
+
+
+def _check_memory(largest: int, block_bytes: int) -> None:
+    needed, free = 2 * _slab_bytes(largest, block_bytes), available_bytes()
+    if needed > free:
+        problem = f"reads of {largest} bytes need {needed >> 20} MiB of memory, but only {free >> 20} MiB are free"
+        raise ConfigError("--sizes", f"{problem}: give smaller ones")
+
+
 async def _rows(
     sizes_bytes: Sequence[int], block_bytes: int, rounds: int, advance: Callable[[], None]
 ) -> list[dict[str, float]]:
-    slab_bytes = max(SLAB_BYTES, 4 * max(sizes_bytes)) // block_bytes * block_bytes
+    slab_bytes = _slab_bytes(max(sizes_bytes), block_bytes)
     async with Movers() as movers:
         owner = await movers.start(f"bench-owner-{os.getpid()}-{time.monotonic_ns()}", slab_bytes, block_bytes)
         reader = await movers.start(f"bench-reader-{os.getpid()}-{time.monotonic_ns()}", slab_bytes, block_bytes)

@@ -222,9 +222,9 @@ def _row(node: FleetNode) -> dict[str, Any]:
 
 def _prefill_peers(nodes: Sequence[FleetNode]) -> list[dict[str, Any]]:
     """The peers of all decode nodes, each once, as the node sees it that is worst off with it."""
-    peers: dict[str, dict[str, Any]] = {}
+    peers: dict[tuple[Any, Any], dict[str, Any]] = {}
     for peer in (peer for node in nodes for peer in node.status.get("peers", ())):
-        known = peers.setdefault(str(peer.get("name") or peer.get("address")), peer)
-        if known.get("state") == "up" and peer.get("state") != "up":
-            peers[str(peer.get("name") or peer.get("address"))] = peer
+        node_at = peer.get("name"), peer.get("address")  # two may have one name
+        if node_at not in peers or (peers[node_at].get("state") == "up" and peer.get("state") != "up"):
+            peers[node_at] = peer
     return list(peers.values())

@@ -2,6 +2,8 @@
 load never delays a heartbeat.
 
 server.py    the process: an inherited listening socket, uvicorn, its end
+protocol.py  a connection: what is no HTTP request, and what takes too long
+body.py      a body of JSON
 upstream.py  what answers behind it
 app.py       paths, health, models, info
 schema.py    what a client may ask: OpenAI's bodies in, one `Asked` out

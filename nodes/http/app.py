@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -65,7 +66,10 @@ class Node:
 
     async def model(self, request: Request) -> Response:
         """The one model, by its id. Raises RequestError for another."""
-        await self.check_model(request.path_params["model"])
+        name = request.path_params["model"]
+        if not name:
+            raise HTTPException(404)
+        await self.check_model(name)
         return JSON(await self._described())
 
     async def _described(self) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def create_app(
         Route("/remote_prefill_eps", peers.list),
         *more,
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[
             Middleware(Measured, metrics=metrics, paths=tuple(route.path for route in routes)),
@@ -151,3 +155,5 @@ def create_app(
         ],
         exception_handlers=HANDLERS,
     )
+    app.router.redirect_slashes = False  # to an address of the caller's making
+    return app

@@ -45,10 +45,20 @@ def error_object(error: PdError) -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body that say `error`."""
     if isinstance(error, RequestError):
         status = STATUS_OF_CODE.get(error.code, error.status)
-        param = HTTP_NAMES.get(error.param or "", error.param)
-        return status, _object(str(error), "invalid_request_error", error.code, param)
+        error = renamed(error, HTTP_NAMES)
+        return status, _object(str(error), "invalid_request_error", error.code, error.param)
     status, kind, code = next((status, kind, code) for cls, status, kind, code in KINDS if isinstance(error, cls))
     return status, _object(str(error), kind, code)
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """With the field's name as the client wrote it."""
+    name, message = names.get(error.param or ""), str(error)
+    if name is None:
+        return error
+    if message.startswith(said := f"{error.param}: "):
+        message = f"{name}: {message.removeprefix(said)}"
+    return RequestError(message, param=name, code=error.code, status=error.status)
 
 
 def _object(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
 from pdbus.bus.wire import Declared, replace
 
+from .body import decode_body
 from .errors import JSON
 from .stream import read_body
 from .upstream import Upstream
@@ -141,7 +142,7 @@ class PrefillEndpoints:
 
 
 async def _read(request: Request) -> list[str]:
-    body = wire.decode_json(await read_body(request), EndpointsBody)
+    body = decode_body(await read_body(request), EndpointsBody)
     if not 1 <= len(body.endpoints) <= ENDPOINTS_MAX:
         problem = f"endpoints: must hold 1 to {ENDPOINTS_MAX} addresses, got {len(body.endpoints)}"
         raise RequestError(problem, param="endpoints")

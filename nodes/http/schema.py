@@ -30,6 +30,7 @@ from pdbus.nodes.limits import (
     check_stops,
 )
 
+from .body import decode_body
 from .tools import Tools, tools_of
 
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
@@ -169,11 +170,12 @@ class Asked(Declared):
     tools: Tools | None = None  # a chat's, where its answers may call any
     echo: bool = False  # the prompt comes first
     answers: bool = True  # with echo, nothing but the prompt may be wanted
+    named: dict[str, str] = {}  # the SDK's fields, where the client asked for them by another
 
 
 def parse_completion(data: bytes) -> Asked:
     """The body of /v1/completions. Raises RequestError naming the field at fault."""
-    body = wire.decode_json(data, CompletionBody)
+    body = decode_body(data, CompletionBody)
     if not body.echo:
         limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         return _asked(body, _prompts(body.prompt), limit, body.logprobs)
@@ -184,22 +186,26 @@ def parse_completion(data: bytes) -> Asked:
     if scores is None and not all(isinstance(prompt, str) for prompt in asked.prompts):
         scores = 0  # the node says what text the ids stand for
     sampling = replace(asked.sampling, prompt_logprobs=scores)
-    return replace(asked, sampling=sampling, echo=True, answers=answers)
+    named = {"prompt_logprobs": "echo" if body.logprobs is None else "logprobs"}
+    return replace(asked, sampling=sampling, echo=True, answers=answers, named=named)
 
 
 def parse_chat(data: bytes) -> Asked:
     """The body of /v1/chat/completions. Raises RequestError naming the field at fault."""
-    body = wire.decode_json(data, ChatBody)
+    body = decode_body(data, ChatBody)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     messages = messages_of(body.messages)
     prompt = Conversation(messages, tools.offered) if tools else messages
     asked = _asked(body, [prompt], _chat_limit(body), _chat_logprobs(body))
+    if body.max_tokens is None and body.max_completion_tokens is not None:
+        asked = replace(asked, named={"max_tokens": "max_completion_tokens"})
     if tools is None or not tools.schema:
         return replace(asked, tools=tools)
     if asked.sampling.json_schema:
         problem = "tool_choice: an answer that must call a tool cannot follow response_format, too"
         raise RequestError(problem, param="tool_choice")
-    return replace(asked, tools=tools, sampling=replace(asked.sampling, json_schema=tools.schema))
+    sampling = replace(asked.sampling, json_schema=tools.schema)
+    return replace(asked, tools=tools, sampling=sampling, named={**asked.named, "json_schema": "tool_choice"})
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -16,11 +16,9 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-import h11
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdbus.bus import wire
 from pdbus.bus.client import Client
@@ -35,60 +33,12 @@ from pdbus.nodes.tracing import tracer_of
 from .app import create_app
 from .keys import HttpKeys
 from .listening import BACKLOG, HttpArgs
+from .protocol import KEEP_ALIVE_S, Protocol, quiet
 from .tls import CLEAR, Tls
 from .upstream import OneNode
 
 GRACE_S = 1  # for answers under way when SIGTERM comes; a node drains before it sends one
 LAST_WORDS_S = 0.5  # for those that took longer to be told so
-KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, so that the client closes first
-HEAD_S: float = KEEP_ALIVE_S  # for a request's head to arrive
-
-
-class Protocol(H11Protocol):
-    """uvicorn's, with two cares more. A connection on which no whole request head arrives in time is closed: its
-    descriptor is worth something, and uvicorn itself waits for ever. Where a body turns out to be damaged, the app that
-    has the request hears that nobody listens any more: uvicorn itself answers 400 and lets it answer too."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._forget()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            try:
-                super().send_400_response(msg)
-            except h11.LocalProtocolError:  # its head has been sent, and what answers a HEAD has no body
-                self.transport.close()
-        else:  # an answer has begun, or is all sent
-            self.transport.close()
-
-    def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._forget()
-        elif self._late is None:
-            self._late = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
 
 
 class Server(uvicorn.Server):
@@ -166,6 +116,7 @@ async def serve_app(
         ssl_certfile=tls.cert or None,
         ssl_keyfile=tls.key or None,
     )
+    logging.getLogger("uvicorn.error").addFilter(quiet)
     await Server(config, signals).serve(sockets=[listening])
 
 

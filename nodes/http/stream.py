@@ -25,7 +25,7 @@ from pdbus.nodes.limits import SEED_MAX
 from pdbus.nodes.tracing import Tracer
 
 from .answer import Answer, usage
-from .errors import JSON, error_object, good_end
+from .errors import JSON, error_object, good_end, renamed
 from .metrics import HttpMetrics
 from .schema import Asked
 from .trace import Trace
@@ -81,7 +81,10 @@ class Generate:
         choices: list[Choice] = []
         with trace.of(asked, choices):
             work = self._respond(asked, answers, choices, trace, scope, receive, send)
-            await while_connected(receive, work)
+            try:
+                await while_connected(receive, work)
+            except RequestError as e:
+                raise renamed(e, asked.named) from None
 
     async def _respond(
         self,

@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
 from pdbus.bus.wire import Declared
 from pdbus.nodes.tokenizer import Tokenizer
 
+from .body import decode_body
 from .errors import JSON
 from .schema import ChatMessage, messages_of
 from .stream import read_body
@@ -47,7 +47,7 @@ class Tokens:
     async def tokenize(self, request: Request) -> Response:
         """What a request with this prompt, or conversation, would be to the model. What is far longer than the model's
         context is refused before any work."""
-        body = wire.decode_json(await read_body(request), TokenizeBody)
+        body = decode_body(await read_body(request), TokenizeBody)
         if (body.prompt is None) is (body.messages is None):
             raise RequestError("prompt: give either prompt or messages", param="prompt")
         await self._check_model(body.model or "")
@@ -63,7 +63,7 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         """The text, special tokens left out."""
-        body = wire.decode_json(await read_body(request), DetokenizeBody)
+        body = decode_body(await read_body(request), DetokenizeBody)
         await self._check_model(body.model or "")
         tokenizer = await self._loaded()
         for i, token in enumerate(body.tokens):

@@ -23,4 +23,6 @@ def test_every_kind_is_measured_beside_the_bare_linears(tmp_path: Path) -> None:
     assert all(list(row) == ["tokens", *COMMON] for row in result["prefill"])
     assert len(result["decode"]) == len(engine.BATCHES) * len(engine.CONTEXTS) * len(engine.KINDS)
     assert all(list(row) == ["batch", "context", *COMMON] for row in result["decode"])
+    assert len(result["long_context"]) == len(engine.BATCHES) * len(engine.KINDS)
+    assert all(list(row) == ["batch", "weights", "growth"] for row in result["long_context"])
     assert [list(row) for row in result["startup"]] == [["weights", *STARTUP]] * len(engine.KINDS)

@@ -90,8 +90,21 @@ def test_a_file_may_use_dashes_tables_and_toml_types(tmp_path: Path) -> None:
         ("kv_blcks = 3", "kv_blcks (node.toml): is no setting of a node; the nearest is kv_blocks"),
         ("foo = 3", "foo (node.toml): is no setting of a node; `pd-node --help` lists them all"),
         ("[up]\nx = 1", "up (node.toml): is no setting"),
+        ("[nodes]\nmodel = 'x'", "nodes (node.toml): is no setting of a node; the only table is [node]"),
+        ("kv-blocks = 8\n[node]\nkv_blocks = 9", "kv-blocks (node.toml): says again what kv_blocks (node.toml) says"),
+        ("deterministic = 'yes'", "deterministic (node.toml): give true or false, without quotes"),
+        ("deterministic = 1", "deterministic (node.toml): give true or false, without quotes"),
+        ("name = 5", "name (node.toml): give text in quotes"),
+        ("record = true", "record (node.toml): give text in quotes"),
+        ("model = ['x']", "model (node.toml): give text in quotes"),
+        ("kv_blocks = true", "kv_blocks (node.toml): give a number, or text in quotes"),
+        ("kv_blocks = [64]", "kv_blocks (node.toml): give a number, or text in quotes"),
+        ("coded_step_ms = false", "coded_step_ms (node.toml): give a number"),
+        ("cpus = [true]", "cpus (node.toml): give a list, or text in quotes"),
+        ("join = 1.5", "join (node.toml): give a list, or text in quotes"),
+        ("record = ''", "record (node.toml): is empty: give a value, or leave it out"),
         ("kv_blocks = 'many'", "kv_blocks (node.toml): 'many' is not a whole number"),
-        ("kv_blocks = 1979-05-27", "kv_blocks (node.toml): give text, a number, true, false or a list"),
+        ("kv_blocks = 1979-05-27", "kv_blocks (node.toml): give a number, or text in quotes"),
         ("node = 3", "node (node.toml): is a table"),
         ("kv_blocks = ", "--config: "),
         ("kv_blocks = 8\nkv_memory = '1GiB'", "give either it or"),
@@ -101,6 +114,25 @@ def test_a_bad_file_is_told_by_file_and_key(tmp_path: Path, text: str, said: str
     with pytest.raises(ConfigError) as caught:
         load({"engine": "coded"}, file=toml(tmp_path, text), host=HOST)
     assert said in str(caught.value)
+
+
+def test_an_empty_list_in_a_file_is_none(tmp_path: Path) -> None:
+    config = load({"engine": "coded"}, file=toml(tmp_path, "join = []\ncpus = []"), host=HOST)
+    assert (config.join, config.cpus) == ((), ())
+
+
+@pytest.mark.parametrize("name", [s.name for s in SETTINGS if not s.is_switch])
+def test_an_option_given_as_empty_is_a_slip(name: str) -> None:
+    """`--record "$DIR"` without that variable ran unrecorded."""
+    option = "--" + name.replace("_", "-")
+    for text in ("", " ", ","):
+        assert refusal(**{name: text}) == f"{option}: is empty: give a value, or leave it out"
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert load({"engine": "coded"}, {"PD_RECORD": "", "PD_JOIN": ""}, host=HOST).join == ()
+    with pytest.raises(ConfigError, match=r"^PD_JOIN: is empty"):
+        load({"engine": "coded"}, {"PD_JOIN": ","}, host=HOST)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
@@ -240,7 +272,7 @@ def test_a_lease_is_held_against_renewals_and_claims_that_were_not_given(role: s
 
 def test_a_slip_in_a_variable_is_named() -> None:
     """It was passed over, and the default taken without a word."""
-    with pytest.raises(ConfigError, match=r"^PD_KV_BLOK: is no setting of a node; the nearest is PD_KV_BLOCKS$"):
+    with pytest.raises(ConfigError, match=r"^PD_KV_BLOK: is no variable of pdbus; the nearest is PD_KV_BLOCKS$"):
         load({"engine": "coded"}, {"PD_KV_BLOK": "5"}, host=HOST)
 
 

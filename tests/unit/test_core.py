@@ -37,6 +37,7 @@ from pdbus.nodes import report
 from pdbus.nodes.circuits import FAILURES_MAX, LAST_NS, OPEN_NS
 from pdbus.nodes.core import CoreConfig, NodeCore
 from pdbus.nodes.peers import RELOAD_NS, peer_key
+from pdbus.nodes.scheduler import Limits
 
 S = 1_000_000_000
 GEOMETRY = geometry_for(1, 1, 4, 4, "float32")
@@ -169,6 +170,24 @@ def test_an_agent_is_announced_once_worker_and_mover_are_up(first: str) -> None:
     assert node.said() == []
     node.hear(two)
     assert node.said() == [agent(1, "me")]
+
+
+def test_after_a_cancel_the_next_prompt_waits_for_the_chunk_that_is_out_and_no_longer() -> None:
+    """Of a hundred chunks the first is done and the second is out when the client leaves."""
+    limits = Limits(prefill_chunk=8, max_batch_tokens=8)
+    node = Node("prefill", blocks=256, max_model_len=1024, limits=limits)
+    node.meet()
+    node.up()
+    node.asked(tokens=800)
+    node.stepped()
+    (left,) = node.core.scheduler._rows
+    node.told(PrefillCancel(try_=TryId(node="peer", incarnation=PEER, request=b"r", attempt=1)))
+    node.asked(attempt=2, tokens=800)
+    assert node.got(ev.RunStep) == [], "a chunk is out"
+    node.stepped()
+    (step,) = node.got(ev.RunStep)
+    assert [row.seq for row in step.rows] != [left] and len(step.rows) == 1
+    assert node.core.offers.held() == 1
 
 
 def test_until_then_a_prompt_is_refused_at_once() -> None:

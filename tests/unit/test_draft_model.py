@@ -32,6 +32,7 @@ from tests.unit.test_layout_grid import BLOCKS
 from tests.unit.test_mtp_hand_off import Said, take
 
 VOCAB, TOKENS = 384, 20
+LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,7 @@ def drafting(model: Path, draft: Path, count: int = 4, **options: Any) -> Loaded
 # ---------------------------------------------------------------- tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_tokens_are_those_without_drafts(tiny: Path, nearly: Path, sampling: dict[str, Any]) -> None:
     asked = Sampling(max_tokens=50, **sampling)
@@ -99,7 +101,9 @@ def test_a_draft_model_that_is_right_saves_steps(tiny: Path, count: int, most: i
     assert steps <= most
 
 
-@pytest.mark.parametrize("pair", ["wide, tiny", "tiny, tiny", "latent, spelling", "latent, latent"])
+@pytest.mark.parametrize(
+    "pair", ["wide, tiny", "latent, spelling", *(pytest.param(p, marks=LONG) for p in ("tiny, tiny", "latent, latent"))]
+)
 def test_it_drafts_what_it_says_alone_wherever_its_kv_lies(pair: str, request: pytest.FixtureRequest) -> None:
     """Several of its layers in one of the cache's, or one in several; heads as wide, or a part of that."""
     model, draft = (request.getfixturevalue(name) for name in pair.split(", "))
@@ -128,6 +132,7 @@ def test_its_kv_touches_none_of_the_model_s(wide: Path, tiny: Path) -> None:
     assert torch.equal(both.kv(range(4), 40)[:, :layers], one.kv(range(4), 40))
 
 
+@pytest.mark.long
 def test_neighbours_of_all_kinds_change_no_draft(tiny: Path, nearly: Path) -> None:
     lengths = [3, 15, 40, 100, 300]
     alone, together = [], drafting(tiny, nearly, blocks=64)
@@ -179,9 +184,13 @@ def test_what_was_preempted_drafts_again(tiny: Path, nearly: Path) -> None:
 # ---------------------------------------------------------------- hand-off
 
 
-@pytest.mark.parametrize("kind", ["tiny, nearly", "wide, tiny", "latent, spelling"])
-@pytest.mark.parametrize("seeded", [{}, {"temperature": 0.4, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize(
+    "kind", ["wide, tiny", *(pytest.param(k, marks=LONG) for k in ("tiny, nearly", "latent, spelling"))]
+)
+@pytest.mark.parametrize(
+    "seeded", [pytest.param({}, marks=LONG), {"temperature": 0.4, "seed": 5}], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("chunk", [16, pytest.param(512, marks=LONG)])
 def test_tokens_and_acceptance_through_a_pair_are_those_of_one_node(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int, seeded: dict[str, Any]
 ) -> None:

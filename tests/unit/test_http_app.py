@@ -757,3 +757,36 @@ def test_a_bad_list_of_endpoints_is_400(endpoints: Any) -> None:
     response = post(FakeClient(), "/add_remote_prefill_eps", {"endpoints": endpoints})
     assert response.status_code == 400
     assert error(response)["param"].startswith("endpoints")
+
+
+FIT = "this node's engine or tokenizer cannot follow a JSON schema"
+TOOL = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.mark.parametrize(
+    ("param", "path", "body", "named"),
+    [
+        ("json_schema", "chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("json_schema", "chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ("prompt_logprobs", "completions", {**PROMPT, "echo": True, "logprobs": 1}, "logprobs"),
+        ("prompt_logprobs", "completions", {"prompt": [1, 2], "echo": True}, "echo"),
+        ("max_tokens", "chat/completions", {**CHAT, "max_tokens": 5}, "max_tokens"),
+        ("max_tokens", "chat/completions", {**CHAT, "max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_nodes_refusal_names_the_field_that_the_client_wrote(
+    param: str, path: str, body: dict[str, Any], named: str, stream: bool
+) -> None:
+    refusal = RequestError(f"{param}: {FIT}", param=param)
+    response = post(FakeClient([refusal]), f"/v1/{path}", {**body, "stream": stream})
+    assert response.status_code == 400
+    assert (error(response)["param"], error(response)["message"]) == (named, f"{named}: {FIT}")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/v1/models/", "//evil.example/v1/completions/"])
+def test_a_slash_too_many_is_another_path(path: str) -> None:
+    """A redirect would lead where the caller's Host header says."""
+    response = call(FakeClient(), "GET", f"http://node{path}", follow_redirects=False)
+    assert response.status_code == 404
+    assert error(response)["code"] == "not_found"

@@ -192,6 +192,7 @@ def test_memory_that_the_device_has_not_is_refused(driver: FakeDriver, monkeypat
         device.allocate(4 << 30)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_control_asks_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is looked at, let alone fetched."""

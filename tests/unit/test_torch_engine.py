@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -113,7 +115,8 @@ def test_scores_of_the_prompt_equal_transformers(
         assert [value for _, value in score.top] == pytest.approx(wanted[i].topk(2).values.tolist(), abs=1e-4)
 
 
-ROPES = {
+ROPES: dict[str, dict[str, float]] = {
+    "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
     "yarn of DeepSeek": {
@@ -125,7 +128,7 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *ROPES])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", *ROPES])
 def test_variants_equal_transformers(tmp_path: Path, folder: Path, kind: str) -> None:
     """Biases of Qwen2's projections, Qwen3's norms of heads, tied embeddings; scaled rotary frequencies."""
     sizes = {
@@ -135,6 +138,8 @@ def test_variants_equal_transformers(tmp_path: Path, folder: Path, kind: str) ->
     torch.manual_seed(0)
     if kind == "qwen2":
         model: torch.nn.Module = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    elif kind == "mistral":
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=None))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True))
     else:

@@ -23,6 +23,7 @@ class FakeDoor:
         self.told: list[EngineEvent] = []
         self.wants: dict[str, Want] = {}
         self.blocks: tuple[int, ...] = (10, 11, 12)
+        self.rests = 0
 
     def tell(self, event: EngineEvent) -> None:
         self.told.append(event)
@@ -37,6 +38,9 @@ class FakeDoor:
 
     def want(self, request: str) -> Want | None:
         return self.wants.get(request)
+
+    def rest(self) -> None:
+        self.rests += 1
 
     @property
     def left(self) -> list[str]:
@@ -73,13 +77,13 @@ def scheduled(computed: int, tokens: int, *, new: bool, blocks: list[int]) -> An
     cached = SimpleNamespace(req_ids=[] if new else ["r"], num_computed_tokens=[] if new else [computed])
     return SimpleNamespace(
         scheduled_new_reqs=rows, scheduled_cached_reqs=cached, num_scheduled_tokens={"r": tokens},
-        kv_connector_block_state=Tables(blocks),
+        kv_connector_block_state=Tables(blocks), total_num_scheduled_tokens=tokens,
     )  # fmt: skip
 
 
 NOTHING = SimpleNamespace(
     scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-    num_scheduled_tokens={}, kv_connector_block_state=None,
+    num_scheduled_tokens={}, kv_connector_block_state=None, total_num_scheduled_tokens=0,
 )  # fmt: skip
 
 
@@ -94,6 +98,22 @@ def test_a_request_is_held_back_until_its_kv_is_there(door: FakeDoor) -> None:
     assert len(door.told) == 1
     door.wants["r"].state = WantState.READY
     assert side.matched(request, 0) == 9
+
+
+def test_a_scheduler_with_nothing_but_requests_that_wait_rests(door: FakeDoor) -> None:
+    side, request = side_of("decode", door), request_of()
+    side.arrived(request)
+    side.step(NOTHING)
+    assert door.rests == 0
+    side.matched(request, 0)
+    side.step(NOTHING)
+    assert door.rests == 1
+    side.step(scheduled(0, 1, new=False, blocks=[]))
+    assert door.rests == 1, "others run: their tokens are not to be late"
+    door.wants["r"].state = WantState.FAILED
+    side.matched(request, 0)
+    side.step(NOTHING)
+    assert door.rests == 1
 
 
 def test_the_blocks_that_hold_what_is_missing_are_loaded_once(door: FakeDoor) -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,16 @@ LEASE_S = 3  # of the prefill server: less than is left between renewals, so tha
 BLOCK = 32  # the least that vLLM's CPU kernels take
 
 
+def ours(kv_role: str, **extra: Any) -> dict[str, Any]:
+    """As `--kv-transfer-config` says it."""
+    return {
+        "kv_connector": "PdBusConnector",
+        "kv_connector_module_path": "pdbus.connector.vllm",
+        "kv_role": kv_role,
+        "kv_connector_extra_config": extra,
+    }
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -33,27 +43,27 @@ def free_port() -> int:
 class Server:
     """One `vllm` process and what it has started. `core`: the one it computes on."""
 
-    def __init__(self, model: Path, log: Path, kv_role: str, extra: dict[str, Any], core: int) -> None:
+    def __init__(self, model: Path, log: Path, core: int, transfer: Mapping[str, Any], **environment: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        transfer = {
-            "kv_connector": "PdBusConnector",
-            "kv_connector_module_path": "pdbus.connector.vllm",
-            "kv_role": kv_role,
-            "kv_connector_extra_config": extra,
-        }
+        self._model, self._core, self._transfer, self._environment = model, core, transfer, environment
+        self.start()
+
+    def start(self) -> None:
+        """Also again, on the same ports."""
         env = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(self._core),
+            "OMP_NUM_THREADS": "1", **self._environment,
         }  # fmt: skip
-        with log.open("wb") as out:
+        with self._log.open("ab") as out:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+                    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model),
                     "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
                     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-                    "--block-size", str(BLOCK), "--enforce-eager", "--kv-transfer-config", json.dumps(transfer),
+                    "--block-size", str(BLOCK), "--enforce-eager", "--kv-transfer-config", json.dumps(self._transfer),
                 ],
                 stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
@@ -116,11 +126,24 @@ class Server:
 
     def kill(self) -> None:
         """All of it, at once."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """All of it stands still."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
         below = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._process.pid in _ancestors(p)]
         for pid in (self._process.pid, *below):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+                os.kill(pid, number)
 
     def stop(self) -> None:
         if self._process.poll() is None:
@@ -146,9 +169,12 @@ class Pair:
     """A prefill server and a decode server that have found each other."""
 
     def __init__(self, model: Path, logs: Path, *, prefill: dict[str, Any]) -> None:
+        """Both record into `logs`/recordings."""
         bus = f"tcp://127.0.0.1:{free_port()}"
-        self.p = Server(model, logs / "p.log", "kv_producer", {"name": "p1", "listen": bus, **prefill}, 0)
-        self.d = Server(model, logs / "d.log", "kv_consumer", {"name": "d1", "join": [bus], "pair_wait_s": 5}, 1)
+        self.recordings = logs / "recordings"
+        same = {"record": str(self.recordings)}
+        self.p = Server(model, logs / "p.log", 0, ours("kv_producer", name="p1", listen=bus, **same, **prefill))
+        self.d = Server(model, logs / "d.log", 1, ours("kv_consumer", name="d1", join=[bus], pair_wait_s=5, **same))
         self._both = ThreadPoolExecutor(16)
 
     def __enter__(self) -> Pair:
@@ -171,6 +197,12 @@ class Pair:
         self.d.stop()
         self._both.shutdown(wait=False)
 
+    def prefilled(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """A prompt computed by the prefill server. Returns what the decode server is to be given with it."""
+        parameters = {"pdbus_pair": secrets.token_hex(16)}
+        self.p.complete(prompt, 1, kv_transfer_params=parameters)
+        return parameters
+
     def tokens(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[int]:
         """Of the decode server, the prefill server being given the same request for one token, under one pair."""
         parameters = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
@@ -181,3 +213,36 @@ class Pair:
 
     def submit(self, call: Any, *args: Any, **more: Any) -> Any:
         return self._both.submit(call, *args, **more)
+
+
+class StockPair:
+    """The same with vLLM's NixlConnector, for comparison."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        self.p, self.d = (
+            Server(
+                model, logs / f"stock-{core}.log", core, transfer, VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+            )
+            for core in range(2)
+        )  # fmt: skip
+
+    def __enter__(self) -> StockPair:
+        try:
+            self.p.wait_ready()
+            self.d.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.p.kill()
+        self.d.kill()
+
+    def prefilled(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """As `Pair.prefilled`."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        found: dict[str, Any] = self.p.complete(prompt, 1, kv_transfer_params=asked)["kv_transfer_params"]
+        return found

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from pdbus.nodes.replay.cluster_run import ClusterRun
+
 from tests.vllm.servers import BLOCK, LEASE_S, Pair
 
 pytestmark = pytest.mark.timeout(900)
@@ -189,3 +191,12 @@ def test_a_prefill_server_that_is_killed(pair: Pair) -> None:
     for prompt, tokens in zip(prompts[1:], right[1:], strict=True):
         lone = {"kv_transfer_params": {"pdbus_pair": secrets.token_hex(16)}}
         assert pair.d.tokens(prompt, ANSWER, **lone) == tokens
+
+
+def test_what_both_recorded_verifies(pair: Pair) -> None:
+    """All of the above: every life of both is run again and checked, as our own nodes' recordings are."""
+    pair.d.stop()
+    run = ClusterRun([pair.recordings])
+    assert [finding.text for finding in run.failures] == []
+    assert all(life.again for life in run.runs)
+    assert sum(life.requests["fetched"] for life in run.runs if life.requests) > 0

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from pdbus.bus.errors import Broken, RequestError
 from pdbus.nodes.http.bearer import Bearer
+from pdbus.nodes.http.body import check_keys
 from pdbus.nodes.http.errors import HANDLERS, JSON, error_object
 from pdbus.nodes.http.keys import HttpKeys
 from pdbus.nodes.http.stream import read_body
@@ -180,7 +181,7 @@ class Front:
 
 
 def app_of(front: Front, keys: HttpKeys | None = None) -> Starlette:
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", front.generate, methods=["POST"]),
             Route("/v1/chat/completions", front.generate, methods=["POST"]),
@@ -195,6 +196,8 @@ def app_of(front: Front, keys: HttpKeys | None = None) -> Starlette:
         middleware=[Middleware(Bearer, keys=keys)] if keys is not None else [],
         exception_handlers=HANDLERS,
     )
+    app.router.redirect_slashes = False  # to an address of the caller's making
+    return app
 
 
 def client() -> httpx.AsyncClient:
@@ -212,6 +215,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON: {e}") from None
     if not isinstance(found, dict):
         raise RequestError("the body must be a JSON object")
+    check_keys(body)
     return found
 
 
