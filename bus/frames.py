@@ -107,7 +107,7 @@ def _header(first: bytes, at: int, kind: str) -> tuple[Header, int]:
 
 
 def _not_ours(first: bytes) -> Unreadable:
-    start = first[: KIND_BYTES_MAX + 1].partition(KIND_END)[0][:KIND_BYTES_MAX]
+    start = first[:KIND_BYTES_MAX].partition(KIND_END)[0]
     match = _ANY_MAJOR.fullmatch(start)
     if match is None:
         return Unreadable("unknown_kind", f"expected {PREFIX.decode()}<kind> in the first frame", kind=_text(start))

@@ -148,7 +148,7 @@ async def _burst(
         await dealer.send(first_frame(golden["status"].start, last, golden["status"].body))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                while parts(await dealer.recv())[0] != golden["status.reply"].start:
+                while parts((await dealer.recv_multipart())[0])[0] != golden["status.reply"].start:
                     pass
     finally:
         dealer.close()
