@@ -13,6 +13,7 @@ import asyncio
 import logging
 import sys
 import time
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -39,6 +40,8 @@ WORDS = {
     "malformed chunk footer": "a chunk of the body is not as long as it says",
     "bad Content-Length": "Content-Length is no number of bytes",
     "conflicting Content-Length": "Content-Length is given twice, with two values",
+    "multiple Transfer-Encoding": "Transfer-Encoding is given twice",
+    "Only Transfer-Encoding": "of transfer codings only chunked is supported",
     "Missing mandatory Host": "there is no Host header",
     "Found multiple Host": "Host is given twice",
 }  # for h11's, which may quote what was sent, by how they begin
@@ -123,22 +126,22 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def _answer(self, status: int, problem: str) -> None:
-        status, body = error_object(RequestError(problem, code="invalid_http", status=status))
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        events = (h11.Response(status_code=status, headers=headers), h11.Data(data=wire.to_json(body)))
-        for event in (*events, h11.EndOfMessage()):
+        status, error = error_object(RequestError(problem, code="invalid_http", status=status))
+        body = wire.to_json(error)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        head = h11.Response(status_code=status, headers=list(headers.items()), reason=HTTPStatus(status).phrase)
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        if self.transport.can_write_eof():
+        if self.transport.can_write_eof():  # not with TLS
             self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
-        else:
-            self.transport.close()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _problem(self, error: BaseException | None, otherwise: str, *, in_body: bool) -> tuple[int, str]:
         """What is wrong with a request, and the status that says so."""
         received = self.conn.trailing_data[0]
         said = str(error or otherwise)
-        status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
+        hint = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
+        status = hint if hint < 500 else 400  # the client's fault, whatever it sent
         if received.startswith(TLS_HELLO) and not in_body:
             return 400, "TLS: HTTP is spoken in clear here"
         if said == "Receive buffer too long":
@@ -153,7 +156,7 @@ class Protocol(H11Protocol):
             Protocol._unlogged += 1
             return
         peer = f"{self.client[0]} port {self.client[1]}" if self.client else "somebody"
-        more = f" ({Protocol._unlogged} more like it before)" if Protocol._unlogged else ""
+        more = f" ({Protocol._unlogged} more since the last line)" if Protocol._unlogged else ""
         log.warning("no HTTP request from %s: %s%s", peer, problem, more)
         Protocol._logged_at, Protocol._unlogged = now, 0
 
