@@ -1,34 +1,30 @@
 """Every setting of a node: one table, one frozen value, built once and passed in.
 
-A setting is an option `--kv-blocks`, a variable `PD_KV_BLOCKS` and a key `kv_blocks` (or `kv-blocks`) in a TOML
-file, at the top level or under `[node]`; the first of these that speaks wins. All checks are here. A ConfigError
-names the setting the way the user wrote it. What needs the network (is the port free?) is not known here.
+A setting is an option `--kv-blocks`, a variable `PD_KV_BLOCKS` and a key `kv_blocks` (or `kv-blocks`) in a TOML file, at
+the top level or under `[node]`; the first of these that speaks wins. A ConfigError names the setting the way the user
+wrote it. What needs the network (is the port free?) is not known here.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import secrets
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.ports import is_loopback, is_wildcard, unknown_host
 from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
 from . import values
+from .config_checks import check, is_cpu
+from .given import Chosen, Given, option
+from .host import Host, this_host
 from .logs import FORMS
 from .placing import POLICIES
-from .values import split_address
-
-DEMO_MODEL = "smollm2-135m-instruct"
-RUN_DIR_CHARS_MAX = 60  # a unix socket's path holds 107 characters; the node adds its own folder and socket names
+from .values import DEMO_MODEL, split_address
 
 
 class NodeConfig(Declared):
@@ -105,35 +101,6 @@ class NodeConfig(Declared):
         return ConfigError(self.written.get(error.setting, error.setting), error.problem)
 
 
-class Host(Declared):
-    """What defaults and checks need to know of the machine and the moment."""
-
-    cpus: tuple[int, ...]
-    memory_bytes: int  # available now
-    run_dir: str
-    name_suffix: str
-
-
-def this_host() -> Host:
-    """The machine as it is now, with a fresh random name suffix."""
-    run_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = os.path.isdir(run_dir) and os.access(run_dir, os.W_OK) and len(run_dir) <= RUN_DIR_CHARS_MAX
-    return Host(
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
-        memory_bytes=_memory_available_bytes(),
-        run_dir=run_dir if usable else tempfile.gettempdir(),
-        name_suffix=secrets.token_hex(2),
-    )
-
-
-def _memory_available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 4 << 30
-
-
 KINDS = get_type_hints(NodeConfig)
 TOML_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false, without quotes"),
@@ -143,7 +110,6 @@ TOML_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     tuple: ((list, int, str), "a list, or text in quotes"),
 }  # by the kind of a setting's value: what may say it in a file
 EMPTY = "is empty: give a value, or leave it out"
-Chosen = dict[str, Any]
 Default = Callable[[Chosen, Host], Any]
 
 
@@ -162,7 +128,7 @@ class Setting:
 
     @property
     def option(self) -> str:
-        return _option(self.name)
+        return option(self.name)
 
     @property
     def variable(self) -> str:
@@ -183,10 +149,6 @@ class Setting:
         return get_origin(hint) or hint
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _name(c: Chosen, host: Host) -> str:
     return f"{c['role']}-{host.name_suffix}"
 
@@ -198,10 +160,6 @@ def _model(c: Chosen, host: Host) -> str:
 def _events(c: Chosen, host: Host) -> str:
     listen = split_address(c["listen"])
     return str(listen._replace(port=listen.port and min(listen.port + 1, 65535)))
-
-
-def _is_cpu(c: Chosen) -> bool:
-    return c["device"] in ("cpu", "fake")
 
 
 _ADVERTISED = "tcp://HOST:PORT"
@@ -248,7 +206,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tp", "Model", "N", values.whole(1, 128), 1,
             "Ranks of tensor parallelism: a worker and a mover for each."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
-            lambda c, host: "float32" if _is_cpu(c) else "bfloat16",
+            lambda c, host: "float32" if is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
     Setting("weights", "Model", "FORM", values.choice("auto", "float32", "fp16"), "auto",
             "How a CPU holds matrices: float32, or fp16 in half the memory, up to twice as fast. auto: fp16 where no "
@@ -272,7 +230,7 @@ SETTINGS: tuple[Setting, ...] = (
             lambda c, host: "device" if c["device"] == "cpu" else "cpu",
             "Where NIXL reads and writes KV. device: where it is computed; cpu: in a mirror in host memory, as large.",
             "device on cpu, else cpu"),
-    Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if _is_cpu(c) else 64,
+    Setting("block_size", "Memory", "TOKENS", values.power_of_two(1024), lambda c, host: 16 if is_cpu(c) else 64,
             "Tokens in a KV block; a power of two.", "16 on cpu, else 64"),
     Setting("kv_blocks", "Memory", "N", values.whole(2, _U32), 0, "KV blocks.", "what --kv-memory holds"),
     Setting("kv_memory", "Memory", "SIZE", values.size(1 << 16), lambda c, host: min(1 << 30, host.memory_bytes // 4),
@@ -315,32 +273,6 @@ SLIP_LIKENESS = 0.85  # PD_KV_BLOK is PD_KV_BLOCKS; PD_PORT, as Kubernetes sets 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
-RIVALS = {"kv_blocks": "kv_memory", "kv_memory": "kv_blocks"}  # two ways to say one thing: the stronger source wins
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What the user said: text by setting, and how each was written."""
-
-    text: dict[str, str] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
-
-    def add(self, source: Mapping[str, tuple[str, str]]) -> None:
-        """Settings (text, how written) of one source; what a stronger source has said stays."""
-        taken = dict(self.text)
-        for name, (text, written) in source.items():
-            rival = RIVALS.get(name, "")
-            if rival in source:
-                raise ConfigError(written, f"give either it or {source[rival][1]}, not both")
-            if name not in taken and rival not in taken:
-                self.text[name], self.written[name] = text, written
-
-    def error(self, problem: str, *names: str) -> ConfigError:
-        """Blames the first of these settings that was given, or the first of all."""
-        written = [self.written[name] for name in names if name in self.written]
-        return ConfigError(written[0] if written else _option(names[0]), problem)
-
-
 def load(
     flags: Mapping[str, str],
     environ: Mapping[str, str] | None = None,
@@ -350,8 +282,8 @@ def load(
 ) -> NodeConfig:
     """The node's settings from options (text by setting name), environment and file. An empty variable counts as not
     set, an empty option or key is a slip. Raises ConfigError."""
-    given = _Given()
-    given.add({name: (text, _option(name)) for name, text in flags.items()})
+    given = Given()
+    given.add({name: (text, option(name)) for name, text in flags.items()})
     environ = environ or {}
     refuse_slips(environ)
     given.add({s.name: (environ[s.variable], s.variable) for s in SETTINGS if environ.get(s.variable)})
@@ -360,15 +292,15 @@ def load(
     return _resolve(given, host or this_host())
 
 
-def _resolve(given: _Given, host: Host) -> NodeConfig:
+def _resolve(given: Given, host: Host) -> NodeConfig:
     chosen: Chosen = {}
     for setting in SETTINGS:
         chosen[setting.name] = _value(setting, given, chosen, host)
-    _check(chosen, given, host)
+    check(chosen, given, host)
     ports = ("listen", "advertise", "events", "http_port")
     asked: dict[str, Any] = {f"{name}_asked": name in given.text for name in ports}
     fields: dict[str, Any] = {s.field or s.name: chosen[s.name] for s in SETTINGS}
-    return NodeConfig(**fields, **asked, written={_option(name): how for name, how in given.written.items()})
+    return NodeConfig(**fields, **asked, written={option(name): how for name, how in given.written.items()})
 
 
 def _from_file(file: Path, said: str) -> dict[str, tuple[str, str]]:
@@ -429,7 +361,7 @@ def _toml_text(setting: Setting, written: str, value: Any) -> str:
     return ",".join(str(v) for v in value) if isinstance(value, list) else str(value)
 
 
-def _value(setting: Setting, given: _Given, chosen: Chosen, host: Host) -> Any:
+def _value(setting: Setting, given: Given, chosen: Chosen, host: Host) -> Any:
     if setting.name in given.text:
         text = given.text[setting.name]
         if not text.strip(" ,"):
@@ -439,119 +371,3 @@ def _value(setting: Setting, given: _Given, chosen: Chosen, host: Host) -> Any:
         except ValueError as e:
             raise ConfigError(given.written[setting.name], str(e)) from None
     return setting.default(chosen, host) if callable(setting.default) else setting.default
-
-
-def _check(c: Chosen, given: _Given, host: Host) -> None:
-    """What no setting can be judged by alone."""
-    _check_bus(c, given)
-    _check_http(c, given)
-    _check_device(c, given)
-    _check_model(c, given)
-    _check_sizes(c, given)
-    _check_timers(c, given)
-    _check_host(c, given, host)
-
-
-def _check_bus(c: Chosen, given: _Given) -> None:
-    listen, events, advertise = (split_address(c[name]) for name in ("listen", "events", "advertise"))
-    for name, bound in (("listen", listen), ("events", events)):
-        if not is_loopback(bound.host) and not c["insecure"] and not c["keys"]:
-            raise given.error(not_insecure(str(bound), bound.host, "--keys DIR (pd keys new)"), name, "listen")
-    if is_wildcard(listen.host) and "advertise" not in given.text:
-        problem = f"{listen} is every interface of this machine: say with --advertise what others connect to"
-        raise given.error(problem, "listen")
-    if is_wildcard(advertise.host) or (is_loopback(advertise.host) and not is_loopback(listen.host)):
-        raise given.error(f"other machines cannot connect to {advertise}: give this one's address", "advertise")
-    own = [address for address in (c["listen"], c["advertise"]) if address in c["join"]]
-    if own:
-        raise given.error(f"{own[0]} is this node's own address: give another member's", "join")
-    if events.port == 65535:
-        raise given.error("leaves no port for the events' replay: give a smaller one", "events", "listen")
-    if events.port and listen.port in (events.port, events.port + 1):
-        raise given.error(f"ports {events.port} and {events.port + 1} must differ from --listen's", "events")
-
-
-def not_insecure(where: str, host: str, keys: str) -> str:
-    unknown = "" if is_wildcard(host) else unknown_host(host)
-    if unknown:
-        return f"{where}: {host} is not known here: {unknown}"
-    return f"{where} can be reached from other machines: needs {keys}, or --insecure, or give 127.0.0.1"
-
-
-def _check_http(c: Chosen, given: _Given) -> None:
-    port, bus, events = c["http_port"], split_address(c["listen"]).port, split_address(c["events"]).port
-    if port and not is_loopback(c["http_host"].strip("[]")) and not c["insecure"] and not c["http_keys"]:
-        raise given.error(not_insecure(c["http_host"], c["http_host"], "--http-keys FILE"), "http_host")
-    if "http_port" in given.text and port and port in (bus, *((events, events + 1) if events else ())):
-        raise given.error(f"port {port} is the bus's: give another one", "http_port")
-
-
-def _check_device(c: Chosen, given: _Given) -> None:
-    device, ranks = c["device"], c["tp"]
-    if device != "cpu" and c["kv_buffer_device"] == "device":
-        raise given.error(f"NIXL cannot address the memory of {device} here: give cpu", "kv_buffer_device", "device")
-    if not _is_cpu(c) and c["engine"] == "coded":
-        raise given.error("the coded engine computes on the CPU: give cpu or fake", "device")
-    if ":" in device and ranks > 1:
-        kind = device.partition(":")[0]
-        raise given.error(f"{device} is one device for {ranks} ranks: give {kind}, and each takes its own", "device")
-
-
-def _check_model(c: Chosen, given: _Given) -> None:
-    if c["speculate_method"] == "mtp" and c["speculate"] != 1:
-        raise given.error("mtp drafts one token a step: give --speculate 1 with it", "speculate_method")
-    drafts = c["speculate_method"] == "draft"
-    if drafts and not (c["speculate"] and c["draft_model"]):
-        raise given.error("draft needs --draft-model MODEL and --speculate N with it", "speculate_method")
-    if drafts and c["tp"] > 1:
-        raise given.error("a draft model does not go with several ranks: give --tp 1", "speculate_method")
-    if c["draft_model"] and not drafts:
-        raise given.error("goes with --speculate-method draft", "draft_model")
-    if c["engine"] == "coded":
-        if c["speculate"]:
-            raise given.error("the coded engine does not speculate: give --engine torch, or 0", "speculate")
-        return
-    wanted = f"give a folder with config.json and *.safetensors, a .gguf file, or {DEMO_MODEL}"
-    model = c["model"]
-    if not model:
-        raise given.error(f"is needed: {wanted}", "model")
-    if model != DEMO_MODEL and not os.path.exists(model):
-        raise given.error(f"there is no {model}; {wanted}", "model")
-    if c["weights"] == "fp16" and not (_is_cpu(c) and c["dtype"] == "float32"):
-        raise given.error("fp16 needs --device cpu and --dtype float32, whose products it is for", "weights")
-
-
-def _check_sizes(c: Chosen, given: _Given) -> None:
-    batch = c["max_batch_tokens"]
-    for name in ("prefill_chunk", "max_running"):
-        if c[name] > batch:
-            raise given.error(f"{c[name]} is more than a step holds: give at most --max-batch-tokens, {batch}", name)
-
-
-def _check_timers(c: Chosen, given: _Given) -> None:
-    """A lease must outlive two lost renewals and the claim with its two repeats (design, section 9). The same for every
-    role: what one node of a pair keeps, the other renews."""
-    lease, renew, claim, least = (
-        values.show_duration(ns) for ns in (c["lease"], c["renew"], c["claim"], 3 * c["renew"] + 3 * c["claim"])
-    )
-    if c["lease"] < 3 * c["renew"] + 3 * c["claim"]:
-        problem = (
-            f"a lease of {lease} is too short: three renewals ({renew}) and three claims ({claim}) take {least}; "
-            "give a longer --lease, or a shorter --renew and --claim"
-        )
-        raise given.error(problem, "lease", "renew", "claim")
-
-
-def _check_host(c: Chosen, given: _Given, host: Host) -> None:
-    missing = [core for core in c["cpus"] if core not in host.cpus]
-    if missing:
-        has = ",".join(map(str, host.cpus))
-        raise given.error(f"core {missing[0]} cannot be used here; there are {has}", "cpus")
-    if len(c["run_dir"]) > RUN_DIR_CHARS_MAX:
-        raise given.error(f"longer than {RUN_DIR_CHARS_MAX} characters; give a shorter path", "run_dir")
-    if not os.path.isdir(c["run_dir"]):
-        raise given.error(f"there is no folder {c['run_dir']}", "run_dir")
-    if os.path.exists(c["record"]) and not os.path.isdir(c["record"]):
-        raise given.error(f"{c['record']} is a file; give a folder", "record")
-    if c["record_tokens"] and not c["record"]:
-        raise given.error("needs --record DIR, the recording that they are to stand in", "record_tokens")

@@ -17,10 +17,11 @@ from rich.text import Text
 from pdbus.bus.errors import Broken, ConfigError
 
 from .cluster import Cluster
-from .config import DEMO_MODEL, load
+from .config import load
 from .http.tls import Tls
 from .node_process import NodeProcess
 from .setup import set_up
+from .values import DEMO_MODEL
 
 __all__ = ["Cluster", "run_up", "serve"]
 

@@ -13,6 +13,7 @@ from pdbus.bus.ports import Address, parse_address
 
 Parser = Callable[[str], Any]
 
+DEMO_MODEL = "smollm2-135m-instruct"  # what --model may say beside paths
 SIZE_UNITS = {"": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "KB": 10**3, "M": 1 << 20, "MIB": 1 << 20, "MB": 10**6}
 SIZE_UNITS |= {"G": 1 << 30, "GIB": 1 << 30, "GB": 10**9, "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12}
 DURATION_UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}

@@ -10,9 +10,10 @@ import typer
 
 from pdbus.bus.errors import ConfigError
 
-from ..config import DEMO_MODEL, SETTINGS, load
+from ..config import SETTINGS, load
 from ..extras import need_node
 from ..options import AsJson, group, takes_settings
+from ..values import DEMO_MODEL
 
 bench = group("Measure: bytes, messages, requests.")
 

@@ -21,7 +21,8 @@ from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
 from pdbus.connector.process import keep_what_is_loaded
-from pdbus.nodes.config import node_name, not_insecure
+from pdbus.nodes.config import node_name
+from pdbus.nodes.config_checks import not_insecure
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.errors import JSON
 from pdbus.nodes.http.keys import HttpKeys

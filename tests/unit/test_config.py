@@ -8,7 +8,8 @@ import pytest
 
 from pdbus.bus.errors import ConfigError
 from pdbus.nodes import config
-from pdbus.nodes.config import SETTINGS, Host, NodeConfig, load
+from pdbus.nodes.config import SETTINGS, NodeConfig, load
+from pdbus.nodes.host import Host
 
 GIB = 1 << 30
 HOST = Host(cpus=(0, 1, 2, 3), memory_bytes=64 * GIB, run_dir="/tmp", name_suffix="3f2a")

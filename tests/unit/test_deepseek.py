@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pdbus.bus.errors import ConfigError
-from pdbus.nodes.config import Host
 from pdbus.nodes.config import load as load_settings
+from pdbus.nodes.host import Host
 from pdbus.nodes.models.config import check_ranks, parse_config, resolve_model
 from pdbus.nodes.models.mlp import Router
 from pdbus.nodes.setup import set_up

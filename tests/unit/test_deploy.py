@@ -16,10 +16,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdbus.nodes import report
-from pdbus.nodes.config import DEMO_MODEL, OTHER_VARIABLES, SETTINGS, Host, load
+from pdbus.nodes.config import OTHER_VARIABLES, SETTINGS, load
 from pdbus.nodes.gateway.command import GatewayConfig
+from pdbus.nodes.host import Host
 from pdbus.nodes.http.metrics import HttpMetrics
 from pdbus.nodes.measures import Measures
+from pdbus.nodes.values import DEMO_MODEL
 
 from tests.docs_blocks import ROOT
 from tests.unit.test_core import Node

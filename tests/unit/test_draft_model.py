@@ -17,8 +17,8 @@ from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import StepRow
 from pdbus.connector.readable import unreadable
-from pdbus.nodes.config import Host
 from pdbus.nodes.config import load as load_settings
+from pdbus.nodes.host import Host
 from pdbus.nodes.models.config import resolve_model
 from pdbus.nodes.models.draft_model import fit
 from pdbus.nodes.models.random_llama import write_random_llama

@@ -20,8 +20,8 @@ from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import pack_u32
 from pdbus.connector.ipc import StepRow
 from pdbus.connector.readable import unreadable
-from pdbus.nodes.config import Host
 from pdbus.nodes.config import load as load_settings
+from pdbus.nodes.host import Host
 from pdbus.nodes.setup import set_up
 
 from tests.deepseek_models import V2, V3, write_deepseek, write_drafting

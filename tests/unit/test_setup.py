@@ -9,8 +9,10 @@ import pytest
 
 from pdbus.bus.errors import ConfigError
 from pdbus.connector.flavours import NIXL_FLAVOURS
-from pdbus.nodes.config import DEMO_MODEL, Host, load
+from pdbus.nodes.config import load
+from pdbus.nodes.host import Host
 from pdbus.nodes.setup import Setup, set_up
+from pdbus.nodes.values import DEMO_MODEL
 
 HOST = Host(cpus=(0,), memory_bytes=1 << 30, run_dir="/tmp", name_suffix="3f2a")
 

@@ -21,12 +21,13 @@ from pdbus.connector.ipc import Copy, StepRow
 from pdbus.connector.layout import layout_of
 from pdbus.connector.staging import Way
 from pdbus.nodes import setup
-from pdbus.nodes.config import Host, load
+from pdbus.nodes.config import load
 from pdbus.nodes.copier import Copier
 from pdbus.nodes.digests import KvDigests
 from pdbus.nodes.engines import ipex, torch_device
 from pdbus.nodes.engines.coded import coded_geometry
 from pdbus.nodes.engines.torch_device import Cuda, TorchDevice, check_there, check_type
+from pdbus.nodes.host import Host
 from pdbus.nodes.kv_view import view_of
 
 from tests.unit.test_device import BLOCKS
