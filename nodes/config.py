@@ -1,8 +1,8 @@
 """Every setting of a node: one table, one frozen value, built once and passed in.
 
-A setting is an option `--kv-blocks`, a variable `PD_KV_BLOCKS` and a key `kv_blocks` (or `kv-blocks`) in a TOML file, at
-the top level or under `[node]`; the first of these that speaks wins. A ConfigError names the setting the way the user
-wrote it. What needs the network (is the port free?) is not known here.
+A setting is an option `--kv-blocks`, a variable `PD_KV_BLOCKS` and a key `kv_blocks` (or `kv-blocks`) in a TOML file,
+at the top level or under `[node]`; the first of these that speaks wins. A ConfigError names the setting the way the
+user wrote it. What needs the network (is the port free?) is not known here.
 """
 
 from __future__ import annotations

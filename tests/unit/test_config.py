@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdbus.bus.errors import ConfigError
-from pdbus.nodes import config
+from pdbus.nodes import config_checks
 from pdbus.nodes.config import SETTINGS, NodeConfig, load
 from pdbus.nodes.host import Host
 
@@ -303,6 +303,6 @@ def test_a_file_that_is_nested_too_deeply_is_said_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["listen", "events", "http_host"])
 def test_a_host_that_nobody_knows_is_not_said_to_be_reachable(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "unknown_host", lambda host: "Name or service not known")
+    monkeypatch.setattr(config_checks, "unknown_host", lambda host: "Name or service not known")
     said = refusal(**{setting: "nosuch.invalid" if setting == "http_host" else "tcp://nosuch.invalid:7600"})
     assert said.endswith("nosuch.invalid is not known here: Name or service not known")
