@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"load good.jsonl {TO} --format csv", "--format: 'csv' is not known; give auto, mooncake, azure, weka, recor"),
         ("load good.jsonl", "Missing option '--to'."),
         ("load good.jsonl --to localhost", "--to: must be like tcp://host:port"),
-        ("load good.jsonl --to ,", "--to: names no node; give tcp://HOST:PORT of decode nodes"),
+        ("load good.jsonl --to ,", "--to: is empty: give a value, or leave it out"),
         (f"load good.jsonl {TO} --speed 0", "--speed: 0 will not do; give a number above 0"),
         (f"load good.jsonl {TO} --speed nan", "--speed: nan will not do; give a number above 0"),
         (f"load good.jsonl {TO} --scale-tokens -1", "--scale-tokens: -1 will not do; give a number above 0"),
