@@ -14,7 +14,7 @@ import httpx
 
 from pdbus.bus.client import Client
 from pdbus.bus.ports import is_free
-from pdbus.nodes.cluster import NODE_COMMAND, command_line, is_ready
+from pdbus.nodes.cluster import NODE_COMMAND, READY_S, command_line, is_ready
 from pdbus.nodes.node_process import NodeProcess
 
 from .conftest import Answered, answer
@@ -58,7 +58,7 @@ class Lone:
         """Waits until all would serve a request."""
 
         async def all_ready() -> None:
-            await asyncio.gather(*(until(lambda node=node: is_ready(node)) for node in nodes))  # type: ignore[misc]
+            await asyncio.gather(*(until(lambda node=node: is_ready(node), READY_S) for node in nodes))  # type: ignore[misc]
 
         self.run(all_ready())
 
@@ -131,9 +131,9 @@ async def ended(nodes: Sequence[NodeProcess]) -> None:
             await asyncio.gather(*(node.wait() for node in nodes))
 
 
-async def until(found: Callable[[], Awaitable[T]]) -> T:
+async def until(found: Callable[[], Awaitable[T]], within_s: float = WAIT_S) -> T:
     """What `found` gives once it gives something."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(within_s):
         while not (result := await found()):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return result
