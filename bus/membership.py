@@ -265,14 +265,12 @@ class Membership:
         reason = self._roster.impossible(header, now_ns, answers=True)
         if not reason and (reason := self._name_taken(header, hello, now_ns)):
             dial.name = header.from_
-            goodbye = ms.answer(
-                event.link, header, Goodbye(reason=reason)
-            )  # it takes us for a member, and would not know
-            return [
-                goodbye,
-                *self._refuse_call(dial, reason, now_ns, flush=True),
+            # It has welcomed us, takes us for a member, and would not know.
+            goodbye, refused = (
+                ms.answer(event.link, header, Goodbye(reason=reason)),
                 ms.rejected(event, reason, event.link),
-            ]
+            )
+            return [goodbye, *self._refuse_call(dial, reason, now_ns, flush=True), refused]
         if not reason and (fields := differences(self._hello, hello, self._unreadable)):
             reason, dial.name = describe(fields), dial.name or header.from_
         if reason:

@@ -187,7 +187,7 @@ class Cluster:
     async def _wait_bound(self, nodes: Sequence[NodeProcess]) -> None:
         """Who joins must find a bus that listens."""
         for node in nodes:
-            await self._until(node, "does not listen", lambda node=node: _listens(node.address), READY_S)  # type: ignore[misc]
+            await self._until(node, "does not listen", lambda node=node: listens(node.address), READY_S)  # type: ignore[misc]
 
     async def _until(self, node: NodeProcess, what: str, true: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
         end = asyncio.create_task(node.wait())
@@ -265,8 +265,9 @@ def _free_ports(start: int, count: int, taken: list[int]) -> Iterator[int]:
     raise Broken(f"no {count} free ports in a row above {start}")
 
 
-async def _listens(address: str) -> bool:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+async def listens(address: str) -> bool:
+    """Whether anybody does at tcp://host:port or http://host:port."""
+    host, _, port = address.partition("://")[2].rpartition(":")
     try:
         _, writer = await asyncio.open_connection(host, int(port))
     except OSError:
@@ -280,7 +281,7 @@ async def is_ready(node: NodeProcess) -> bool:
     of its own."""
     if not node.address:
         return await http_ok(f"{node.http}/health/ready")
-    if not await _listens(node.address):
+    if not await listens(node.address):
         return False
     try:
         async with asyncio.timeout(5), Client(node.address, keys=node.keys or None) as client:

@@ -76,16 +76,21 @@ async def _sdk(client: Client, prompt: Sequence[int]) -> list[float]:
 
 
 async def _http(url: str, prompt: Sequence[int]) -> list[float]:
-    """A bare client on a connection of its own: what a library would add is not ours."""
+    return [came for came, _ in await streamed(url, prompt, ANSWER_TOKENS)][:-1]  # the last one says how it ended
+
+
+async def streamed(url: str, prompt: Sequence[int], tokens: int, **more: Any) -> list[tuple[float, bytes]]:
+    """The events of an answer, but for its [DONE]: seconds since it was asked for, and data. A bare client on a
+    connection of its own: what a library would add is not ours."""
     host, _, port = url.removeprefix("http://").rpartition(":")
-    body = wire.to_json({"prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0,
-                         "stream": True})  # fmt: skip
+    body = wire.to_json({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
+                         "stream": True, **more})  # fmt: skip
     reader, writer = await asyncio.open_connection(host, int(port))
     with closing(writer):
         began = time.perf_counter()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        came: list[float] = []
+        came: list[tuple[float, bytes]] = []
         while (line := await reader.readline()) and not line.startswith(b"data: [DONE]"):
             if line.startswith(b"data: "):
-                came.append(time.perf_counter() - began)
-    return came[:-1]  # the last one says how it ended
+                came.append((time.perf_counter() - began, line.removeprefix(b"data: ")))
+    return came

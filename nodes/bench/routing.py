@@ -10,18 +10,18 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from pdbus.bus import wire
 from pdbus.bus.errors import Broken
 from pdbus.bus.ports import free_port
 from pdbus.nodes.cluster import GATEWAY_COMMAND, PORTS_FROM, PORTS_TO, Cluster, http_ok
 from pdbus.nodes.node_process import NodeProcess
 
+from .gateway import streamed
 from .serve import random_prompts
 
 POLICIES = ("round-robin", "prefix")
@@ -78,35 +78,23 @@ async def _gateway(cluster: Cluster, policy: str) -> AsyncIterator[str]:
     await process.start()
     try:
         due_s = time.monotonic() + READY_S
-        while not await http_ok(f"http://{at}/health/ready"):
+        while not await http_ok(f"{process.http}/health/ready"):
             if time.monotonic() > due_s or not process.running:
                 raise Broken(f"the gateway does not serve: {' '.join(process.tail)}")
             await asyncio.sleep(LOOK_S)
-        yield at
+        yield process.http
     finally:
         process.kill_all()
         await process.wait()
         await process.close()
 
 
-async def _ask(at: str, prompt: Sequence[int]) -> Answered:
-    host, _, port = at.rpartition(":")
-    body = wire.to_json({
-        "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True},
-    })  # fmt: skip
-    reader, writer = await asyncio.open_connection(host, int(port))
-    with closing(writer):
-        began, first_s, last = time.perf_counter(), 0.0, b"{}"
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        while (line := await reader.readline()) and not line.startswith(b"data: [DONE]"):
-            if line.startswith(b"data: "):
-                first_s = first_s or time.perf_counter() - began
-                last = line.removeprefix(b"data: ")
-    usage = json.loads(last).get("usage")
+async def _ask(url: str, prompt: Sequence[int]) -> Answered:
+    came = await streamed(url, prompt, ANSWER_TOKENS, stream_options={"include_usage": True})
+    usage = json.loads(came[-1][1]).get("usage") if came else None
     if not usage:
-        raise Broken(f"the gateway did not answer in full: {last[:200]!r}")
-    return Answered(first_s * 1e3, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+        raise Broken(f"the gateway did not answer in full: {came[-1:]!r:.200}")
+    return Answered(came[0][0] * 1e3, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def _summary(found: dict[str, list[Answered]]) -> dict[str, Any]:

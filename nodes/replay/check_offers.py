@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pdbus.bus.messages import LeaseRenewed
 from pdbus.bus.wire import unpack_u32
 
 from .. import events as ev
 from .blocks import Blocks, Own, describe
 from .check_leases import Key, key_of
 from .checks import Check, Report
-from .facts import ANNOUNCEMENTS
+from .facts import announcements
 from .turns import Turn
 
 RULE = "4: KV counts only when it is valid"
@@ -60,13 +59,8 @@ class OfferCheck(Check):
             offer.seq = effect.seq
 
     def _sent(self, turn: Turn, effect: ev.Send[Any]) -> None:
-        message = effect.message
-        if isinstance(message, ANNOUNCEMENTS):
-            self._announced(turn, key_of(message.try_), message.blocks, message.ready)
-        elif isinstance(message, LeaseRenewed):
-            for entry in message.entries:
-                if entry.held:
-                    self._announced(turn, key_of(entry.try_), entry.blocks, entry.ready)
+        for said in announcements(effect.message):
+            self._announced(turn, key_of(said.try_), said.blocks, said.ready)
 
     def _announced(self, turn: Turn, key: Key, blocks: bytes, ready: int) -> None:
         offer = self._offers.get(key)

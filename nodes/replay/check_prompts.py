@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdbus.bus.messages import LeaseRenewed, PrefillRequest
+from pdbus.bus.messages import PrefillRequest
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.vllm.events import PromptCame, PromptSaved
 
 from .. import events as ev
 from .check_leases import Key, key_of
 from .checks import Check, Report
-from .facts import ANNOUNCEMENTS
+from .facts import announcements
 from .turns import Turn
 
 RULE = "4: KV counts only when it is valid"
@@ -50,13 +50,8 @@ class PromptCheck(Check):
                 self._announced.pop(block, None)
 
     def _sent(self, turn: Turn, effect: ev.Send[Any]) -> None:
-        message = effect.message
-        if isinstance(message, ANNOUNCEMENTS):
-            self._announces(turn, key_of(message.try_), message.blocks, message.ready)
-        elif isinstance(message, LeaseRenewed):
-            for entry in message.entries:
-                if entry.held:
-                    self._announces(turn, key_of(entry.try_), entry.blocks, entry.ready)
+        for said in announcements(effect.message):
+            self._announces(turn, key_of(said.try_), said.blocks, said.ready)
 
     def _announces(self, turn: Turn, key: Key, blocks: bytes, ready: int) -> None:
         name = f"request {key[1]} of {key[0]}"

@@ -11,7 +11,6 @@ from pdbus.bus.messages import (
     Hello,
     LeaseId,
     LeaseReleased,
-    LeaseRenewed,
     PrefillRequest,
     TransferDone,
     TryId,
@@ -24,7 +23,7 @@ from .. import events as ev
 from ..peers import peer_key
 from .blocks import Blocks, Part, Read
 from .checks import Check, Report
-from .facts import ANNOUNCEMENTS, Confirmed, Facts, Life
+from .facts import Confirmed, Facts, Life, announcements
 from .turns import Turn
 
 NOT_GIVEN = "2: no block that may still be written is given to anyone"
@@ -268,10 +267,5 @@ def _blocks(read: ev.StartRead, size: int) -> int:
 def _announcement(turn: Turn, try_: TryId) -> tuple[LeaseId | None, Sequence[int]]:
     """The lease and blocks that the turn's message announces for a try."""
     message = turn.event.message if isinstance(turn.event, ev.MessageCame) else None
-    if isinstance(message, ANNOUNCEMENTS) and message.try_ == try_:
-        return message.lease, unpack_u32(message.blocks)
-    if isinstance(message, LeaseRenewed):
-        for entry in message.entries:
-            if entry.try_ == try_ and entry.held:
-                return entry.lease, unpack_u32(entry.blocks)
-    return None, ()
+    said = next((each for each in announcements(message) if each.try_ == try_), None)
+    return (said.lease, unpack_u32(said.blocks)) if said is not None else (None, ())

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pdbus.bus.messages import LeaseId, PrefillAccepted, PrefillDone, PrefillProgress, TryId
+from pdbus.bus.messages import LeaseId, LeaseRenewed, PrefillAccepted, PrefillDone, PrefillProgress, RenewedEntry, TryId
 
-ANNOUNCEMENTS = (PrefillAccepted, PrefillProgress, PrefillDone)  # of blocks that may be read
+Announcement = PrefillAccepted | PrefillProgress | PrefillDone | RenewedEntry
 
 Life = tuple[str, bytes]  # a node's name and incarnation
+
+
+def announcements(message: Any) -> Sequence[Announcement]:
+    """What in a message names blocks that may be read under a held lease: itself, or some entries of it."""
+    if isinstance(message, PrefillAccepted | PrefillProgress | PrefillDone):
+        return (message,)
+    if isinstance(message, LeaseRenewed):
+        return [entry for entry in message.entries if entry.held]
+    return ()
 
 
 class Granted(NamedTuple):

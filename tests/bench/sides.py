@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdbus.bus.errors import Broken
-from pdbus.nodes.cluster import Cluster, http_ok
+from pdbus.nodes.cluster import Cluster, http_ok, listens
 from pdbus.nodes.node_process import NodeProcess, descendants
 
 from ..vllm.servers import free_port
@@ -153,7 +153,7 @@ async def _started(processes: Sequence[NodeProcess], path: str = "/health") -> A
             stack.push_async_callback(_stop, process)
         async with asyncio.timeout(READY_S):
             for process in processes:
-                while not (await http_ok(process.http + path) if path != "/" else await _listens(process.http)):
+                while not (await http_ok(process.http + path) if path != "/" else await listens(process.http)):
                     if not process.running:
                         raise Broken(f"{process.name} ended: {' | '.join(list(process.tail)[-5:])}")
                     await asyncio.sleep(0.25)
@@ -164,16 +164,6 @@ async def _stop(process: NodeProcess) -> None:
     process.kill_all()
     await process.wait()
     await process.close()
-
-
-async def _listens(url: str) -> bool:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    try:
-        _, writer = await asyncio.open_connection(host, int(port))
-    except OSError:
-        return False
-    writer.close()
-    return True
 
 
 def _resident(pid: int) -> int:
