@@ -266,11 +266,8 @@ class Membership:
         if not reason and (reason := self._name_taken(header, hello, now_ns)):
             dial.name = header.from_
             # It has welcomed us, takes us for a member, and would not know.
-            goodbye, refused = (
-                ms.answer(event.link, header, Goodbye(reason=reason)),
-                ms.rejected(event, reason, event.link),
-            )
-            return [goodbye, *self._refuse_call(dial, reason, now_ns, flush=True), refused]
+            bye = ms.answer(event.link, header, Goodbye(reason=reason))
+            return [bye, *self._refuse_call(dial, reason, now_ns, flush=True), ms.rejected(event, reason, event.link)]
         if not reason and (fields := differences(self._hello, hello, self._unreadable)):
             reason, dial.name = describe(fields), dial.name or header.from_
         if reason:
