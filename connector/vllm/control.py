@@ -1,4 +1,5 @@
-"""The shell around the core, in a thread of vLLM's scheduler process: bus, mover, clock.
+"""The shell around the core, in a thread of vLLM's scheduler process: bus, movers, clock. Each rank has a slab and a
+mover; the core knows of one.
 
 Decisions are made under a lock, by whichever thread has something to tell: vLLM's scheduler must not wait for another
 thread's turn. What they lead to is done by the loop's thread alone, in the order decided.
@@ -13,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,23 @@ from pdbus.bus.errors import Broken, ConfigError, PdError
 from pdbus.bus.keyring import Keyring, node_keyring
 from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Hello
+from pdbus.bus.messages import Hello, KVLayout
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import pack_u32
 
 from .. import events as ev
 from .. import ipc
 from ..handoff import HandoffConfig
+from ..joins import MoversReady
 from ..key_watch import KeyWatch
-from ..layout import layout_of, rank_block_bytes
-from ..managed import Managed, agent_of
-from ..process import Exit, nixl_environment
+from ..layout import rank_block_bytes
+from ..movers import Movers, agents_of, movers, start_movers
+from ..process import Exit
 from ..readable import unreadable
 from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
-from ..slab import Slab
+from ..scratch import scratch_bytes
+from ..slab import Slab, check_available
 from .copies import SlabAt
 from .core import PairConfig, PairCore
 from .events import EngineEvent
@@ -65,7 +68,7 @@ class Control:
 
     def __init__(self, settings: Settings, shape: KvShape) -> None:
         """Raises ConfigError when the slab would hold less than two blocks, or cannot be had."""
-        block_bytes = rank_block_bytes(shape.geometry)
+        block_bytes = shape.geometry.tp * rank_block_bytes(shape.geometry)
         self._blocks = settings.kv_memory_mib * MIB // block_bytes
         if self._blocks < 2:
             raise ConfigError(
@@ -73,8 +76,9 @@ class Control:
                 "bytes; at least 2"
             )  # fmt: skip
         self._settings, self._shape = settings, shape
-        self._slab = Slab.create(self._blocks * block_bytes)
-        self.slab_at = SlabAt(path=self._slab.path, size_bytes=self._slab.size_bytes, blocks=self._blocks)
+        self._layouts = shape.layouts(self._blocks)
+        self._slabs = _slabs(self._layouts, reads=settings.role == "decode")
+        self.slabs = tuple(SlabAt(path=s.path, size_bytes=s.size_bytes, blocks=self._blocks) for s in self._slabs)
         self.address = ""  # of the bus, once it is bound
         self._incarnation = secrets.token_bytes(16)
         self._lock = threading.Lock()
@@ -143,9 +147,9 @@ class Control:
         self._settled.clear()
 
     @property
-    def mover_pid(self) -> int:
-        """0 while none runs."""
-        return self._mover.pid
+    def mover_pids(self) -> tuple[int, ...]:
+        """By rank; 0 while none runs."""
+        return self._mover.pids
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -163,7 +167,8 @@ class Control:
             if self._recorder is not None:
                 self._recorder.close()
             self._bound.set()
-            self._slab.close()
+            for slab in self._slabs:
+                slab.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -179,7 +184,10 @@ class Control:
         )
         if keyring is not None:
             self._keys = KeyWatch(keyring, self._endpoint, self._publisher, peer=self._peer, tell=self.tell)
-        self._mover = self._make_mover(directory)
+        self._mover: Movers = movers(
+            self._slabs, self._layouts, directory.path, listen=self._settings.listen, on_message=self._on_mover,
+            on_exit=self._on_mover_exit,
+        )  # fmt: skip
         try:
             self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
             events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
@@ -224,7 +232,7 @@ class Control:
         wait_ns = int(s.pair_wait_s * S)
         handoff = HandoffConfig(
             lease_ns=int(s.lease_s * S), renew_ns=int(s.lease_s * S / RENEWALS), answer_ns=wait_ns + S,
-            block_bytes=rank_block_bytes(self._shape.geometry),
+            block_bytes=self._shape.geometry.tp * rank_block_bytes(self._shape.geometry),
         )  # fmt: skip
         return PairConfig(
             name=s.name, incarnation=self._incarnation, role=s.role, blocks=self._blocks,
@@ -287,29 +295,18 @@ class Control:
 
     # ------------------------------------------------------------ the mover
 
-    def _make_mover(self, directory: RunDirectory) -> Managed[ipc.FromMover]:
-        args = ipc.MoverArgs(
-            endpoint="", slab_path=self._slab.path, slab_bytes=self._slab.size_bytes,
-            layout=layout_of(self._shape.geometry, self._blocks), rank=0, agent_name="",
-        )  # fmt: skip
-        return Managed(
-            "pdbus.connector.mover", args, ipc.FromMover, ipc.StopMover(), directory=directory.path,
-            on_message=self._on_mover, on_exit=self._on_mover_exit,
-            environment=nixl_environment(self._settings.listen),
-        )  # fmt: skip
-
     async def _start_mover(self, epoch: int) -> None:
-        await self._mover.start(agent_name=f"{self._settings.name}/0/{self._incarnation.hex()}/{epoch}")
+        await start_movers(self._mover, self._settings.name, self._incarnation, epoch)
 
-    def _on_mover(self, message: ipc.FromMover) -> None:
+    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
         match message:
-            case ipc.MoverReady():
+            case MoversReady():
                 self._starts = 0
-                layout = layout_of(self._shape.geometry, self._blocks)
-                self.tell(ev.MoverUp(agents=(agent_of(message, 0, layout),)))
+                self.tell(ev.MoverUp(agents=agents_of(self._layouts, message)))
             case ipc.PeerAdded(peer=peer, problem=problem):
                 if problem:
                     log.error("cannot read from %s: %s", peer.partition("/")[0], problem)
+                    self._mover.send(ipc.PeerRemove(peer=peer))  # where ranks have it all the same
                 self.tell(ev.PeerAddEnded(peer=peer, problem=problem))
             case ipc.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns):
                 self.tell(ev.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns))
@@ -327,7 +324,7 @@ class Control:
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self._ended.done():
             return
-        if self._mover.pid:
+        if self._mover.running:
             if not self._asked:
                 self._asked = True
                 self._spawn(self._mover.stop())
@@ -365,6 +362,16 @@ class Control:
         if e.topic == "request":
             self._settled.set()
         self._publisher.publish(e.topic, e.event, e.data)
+
+
+def _slabs(layouts: Sequence[KVLayout], *, reads: bool) -> list[Slab]:
+    """One a rank; who reads has scratch behind it, for what peers' ranks share otherwise. Raises ConfigError."""
+    sizes = [layout.region_bytes + (scratch_bytes(layout) if reads else 0) for layout in layouts]
+    try:
+        check_available(sum(sizes))
+        return [Slab.create(size) for size in sizes]
+    except ConfigError as e:
+        raise ConfigError(f"{WHERE}.kv_memory_mib", e.problem) from None
 
 
 _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
