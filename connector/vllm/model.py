@@ -18,7 +18,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry, KVLayout
 from pdbus.bus.wire import Declared, replace
 
-from ..layout import DTYPE_BYTES, geometry_for, heads_of, rank_block_bytes
+from ..layout import DTYPE_BYTES, geometry_for, heads_of, layout_of
 from ..readable import impossible, layouts_of
 
 VERSIONS = ((0, 32), (0, 33))  # from, and below: the connector's interface is experimental, and changes
@@ -47,6 +47,11 @@ class KvShape(Declared):
         """Of every rank's slab of so many blocks: native, but for the heads, which are outside of K and V. What is
         inside of a head is nobody's concern, for it moves whole: a pair has blocks of one size."""
         return tuple(_heads_first(layout) for layout in layouts_of(self.geometry, blocks))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all ranks together, in their slabs."""
+        return sum(layout.region_bytes for layout in self.layouts(1))
 
     @property
     def head_runs(self) -> int:
@@ -80,10 +85,11 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
     if dtype not in DTYPE_BYTES:
         raise ConfigError("--kv-cache-dtype", f"{dtype} is none of {', '.join(DTYPE_BYTES)}")
     geometry = _geometry(vllm_config, kv_cache_config.kv_cache_layout, spec, len(layers), dtype)
-    if rank_block_bytes(geometry) != len(layers) * spec.page_size_bytes:
+    page_bytes = layout_of(geometry, 1).region_bytes // len(layers)
+    if page_bytes != spec.page_size_bytes:
         raise ConfigError(
             "--kv-cache-dtype",
-            f"a block takes {spec.page_size_bytes} bytes of a layer, not {rank_block_bytes(geometry) // len(layers)}: "
+            f"a block takes {spec.page_size_bytes} bytes of a layer, not {page_bytes}: "
             "quantized and packed caches are not supported in this version",
         )
     model = vllm_config.model_config
@@ -91,7 +97,7 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
     layout = f"vllm-{'.'.join(version.split('.')[:2])}/{kv_cache_config.kv_cache_layout}/{spec.block_size}/{_machine()}"
     return KvShape(
         geometry=geometry,
-        page_bytes=spec.page_size_bytes,
+        page_bytes=page_bytes,
         layers=layers,
         fingerprint=f"{made}/{layout}",
         model=_served(model),

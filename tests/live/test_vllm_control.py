@@ -18,7 +18,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.ports import free_port
 from pdbus.bus.wire import replace
-from pdbus.connector.layout import geometry_for, rank_block_bytes
+from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.slab import Slab
 from pdbus.connector.vllm.control import Control
 from pdbus.connector.vllm.events import KvWanted, PromptCame, PromptSaved, RequestLeft
@@ -32,14 +32,14 @@ from tests.key_folders import key_folder, listens
 pytestmark = pytest.mark.live
 LAYERS = ("0", "1", "2")
 GEOMETRY = geometry_for(len(LAYERS), 4, 32, 32, "float32")
-BLOCK_BYTES = rank_block_bytes(GEOMETRY)  # of all ranks
+BLOCK_BYTES = layout_of(GEOMETRY, 1).region_bytes  # of all ranks
 
 
 def shape(tp: int = 1) -> KvShape:
     geometry = replace(GEOMETRY, tp=tp)
     return KvShape(
-        geometry=geometry, page_bytes=rank_block_bytes(geometry) // len(LAYERS), layers=LAYERS, fingerprint="w",
-        model="m", max_model_len=512,
+        geometry=geometry, page_bytes=layout_of(geometry, 1).region_bytes // len(LAYERS), layers=LAYERS,
+        fingerprint="w", model="m", max_model_len=512,
     )  # fmt: skip
 
 
