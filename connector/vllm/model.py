@@ -108,7 +108,7 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
 def _geometry(vllm_config: Any, layout: str, spec: Any, layers: int, dtype: str) -> Geometry:
     """Of the whole model, as its ranks share it."""
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
-    kv_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    kv_heads = int(vllm_config.model_config.get_total_num_kv_heads()) if tp > 1 else spec.num_kv_heads
     geometry = replace(geometry_for(layers, kv_heads, spec.head_size, spec.block_size, dtype), tp=tp)
     if faults := impossible(geometry):
         raise ConfigError("--tensor-parallel-size", f"{tp}: {faults[0][1]}")
