@@ -61,6 +61,7 @@ class Generate:
         metrics: HttpMetrics,
         parse: Callable[[bytes], Asked],
         answer: type[Answer],
+        deadline_ms: int,
         tracer: Tracer | None = None,
     ) -> None:
         self._upstream = upstream
@@ -68,6 +69,7 @@ class Generate:
         self._metrics = metrics
         self._parse = parse
         self._answer = answer
+        self._deadline_ms = deadline_ms
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +105,7 @@ class Generate:
                         prompt,
                         model=asked.model,
                         sampling=sampling,
-                        deadline_ms=asked.deadline_ms,
+                        deadline_ms=self._deadline_ms if asked.deadline_ms is None else asked.deadline_ms,
                         stream=asked.stream,
                         traceparent=trace.traceparent,
                     )
