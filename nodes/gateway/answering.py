@@ -142,6 +142,8 @@ class Routed:
             raise problem
         self._failed[node.life] = problem
         self._gateway.counters["retries"] += 1
+        if self._left_s <= 0 and isinstance(problem, DeadlineExceeded):
+            raise problem
         if self._left_s <= 0:
             raise DeadlineExceeded(f"the request's deadline has passed; before that: {problem}")
         if len(self._failed) >= TRIES_MAX:

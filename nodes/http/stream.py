@@ -33,6 +33,7 @@ from .upstream import Answering, Upstream
 
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
 DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
+COPIES_BYTES_MAX = 8 * BODY_BYTES_MAX  # each of `n` answers has its prompt sent along: all at once
 BODY_S = 60.0  # for a body to arrive
 DISCARD_S = 10.0  # for one that is too large anyway
 
@@ -75,7 +76,11 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.monotonic_ns()
         request = Request(scope, receive)
-        asked = self._parse(await read_body(request))
+        body = await read_body(request)
+        asked = self._parse(body)
+        if asked.n * len(body) > COPIES_BYTES_MAX:
+            problem = f"n: {asked.n} times {len(body)} bytes are more than {COPIES_BYTES_MAX}: ask for fewer at once"
+            raise RequestError(problem, param="n", code="too_large", status=413)
         model = await self._check_model(asked.model)
         created_s = int(time.time())
         answers = [self._answer(asked, model, created_s, i) for i in range(len(asked.prompts) * asked.n)]

@@ -164,6 +164,14 @@ def test_requests_that_give_no_deadline_have_the_servers(path: str, body: dict[s
     assert client.deadlines_ms == [900_000, 50]
 
 
+def test_a_long_prompt_is_not_sent_many_times_over() -> None:
+    """8 MiB with n 128 was a GiB on its way to one node."""
+    client = FakeClient()
+    refused = post(client, "/v1/completions", {"prompt": "x" * (1 << 20), "n": 128})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "n")
+    assert client.deadlines_ms == []
+
+
 # ---------------------------------------------------------------- tokens
 
 
