@@ -33,12 +33,12 @@ HELD = (6, 1, 7)  # the decode node's blocks that are read into
 class Node:
     """The engines and slabs of a node's ranks, its memory full of NaN."""
 
-    def __init__(self, args: WorkerArgs, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.geometry = replace(args.geometry, tp=tp)
+    def __init__(self, args: WorkerArgs, tp: int, monkeypatch: pytest.MonkeyPatch, pp: int = 1) -> None:
+        self.geometry = replace(args.geometry, tp=tp, pp=pp)
         self.layouts = layouts_of(self.geometry, BLOCKS)
         self.memory = [torch.full((layout.region_bytes // 4,), torch.nan) for layout in self.layouts]
-        self._ranks = Meeting(tp)
-        monkeypatch.setattr(torch_engine, "meet", self._ranks.group)
+        self._ranks = Meeting(tp, pp)
+        monkeypatch.setattr(torch_engine, "meet", self._ranks.meet)
         args = replace(args, geometry=self.geometry, blocks=BLOCKS)
         self._engines = self._ranks.run(lambda rank: TorchEngine(replace(args, rank=rank), self.memory[rank]))
 
@@ -50,9 +50,10 @@ class Node:
             engine.force(1, forced, draft)
 
     def step(self, start: int, count: int, blocks: Sequence[int], *, sample: bool = True) -> RowResult:
-        """What all ranks sample alike."""
+        """What all ranks of the last stage sample alike."""
         row = StepRow(seq=1, start=start, count=count, new_blocks=pack_u32(blocks), sample=sample)
-        first, *others = (results[0] for results in self._ranks.run(lambda rank: self._engines[rank].step([row])))
+        results = [some[0] for some in self._ranks.run(lambda rank: self._engines[rank].step([row]))]
+        first, *others = results[-self.geometry.tp :]
         for other in others:
             assert (other.token, other.draft, len(other.more)) == (first.token, first.draft, len(first.more))
         return first
@@ -63,7 +64,7 @@ class Node:
 
 def read(prefill: Node, decode: Node) -> None:
     """All KV of a prompt of LENGTH tokens, by every rank."""
-    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(prefill.geometry.tp)]
+    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(prefill.geometry.ranks)]
     for rank, layout in enumerate(decode.layouts):
         ended = through_loopback(
             HandOff(prefill.geometry, owned, layout, rank, decode.bytes(rank), 0, LENGTH, tuple(THERE), HELD)
