@@ -21,6 +21,7 @@ from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
 from pdbus.connector.process import keep_what_is_loaded
+from pdbus.connector.wakeups import wake_at_once
 from pdbus.nodes.config import node_name
 from pdbus.nodes.config_checks import not_insecure
 from pdbus.nodes.http.app import create_app
@@ -82,6 +83,7 @@ def run_gateway(config: GatewayConfig) -> int:
         at.host, at.port, search="http" not in config.asked, host_setting="--http", port_setting="--http"
     )
     set_up_logs(name, config.log_format)
+    wake_at_once()
     if config.vllm:
         uvloop.run(_run_front(config, listening, http_keys))
     else:
