@@ -74,8 +74,7 @@ def _check_stages(c: Chosen, given: Given) -> None:
     if stages == 1:
         return
     if c["role"] != "prefill":
-        problem = f"{stages} stages can prefill, not decode: give --role prefill with it, or 1 to a {c['role']} node"
-        raise given.error(problem, "pp")
+        raise given.error(f"{stages} stages can prefill, not decode: give --role prefill with it, or 1", "pp")
     if c["speculate"]:
         raise given.error("the stages of a prefill node draft nothing: give 0, or --pp 1", "speculate")
     if ranks > RANKS_MAX:
