@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pdbus.connector import ipc
 from pdbus.connector.joins import WorkerJoin
+from pdbus.connector.layout import layers_of
 from pdbus.connector.managed import Managed
 from pdbus.connector.process import Exit
 from pdbus.connector.ranks import Ranks
@@ -45,6 +46,7 @@ def workers(
             rank=rank,
         )
 
-    copies = max(1, setup.geometry.tp // setup.geometry.kv_heads)
-    join = partial(WorkerJoin, copies=copies)
+    shape = setup.geometry
+    stages = tuple(len(layers_of(shape.layers, shape.pp, stage)) for stage in range(shape.pp))
+    join = partial(WorkerJoin, copies=max(1, shape.tp // shape.kv_heads), stages=stages)
     return Ranks(len(slabs), make, join, on_message=on_message, on_exit=on_exit)

@@ -33,6 +33,7 @@ from .. import ipc
 from ..handoff import HandoffConfig
 from ..joins import MoversReady
 from ..key_watch import KeyWatch
+from ..layout import node_block_bytes
 from ..movers import Movers, agents_of, movers, start_movers
 from ..process import Exit
 from ..readable import unreadable
@@ -67,7 +68,7 @@ class Control:
 
     def __init__(self, settings: Settings, shape: KvShape) -> None:
         """Raises ConfigError when the slab would hold less than two blocks, or cannot be had."""
-        block_bytes = shape.block_bytes
+        block_bytes = node_block_bytes(shape.geometry)
         self._blocks = settings.kv_memory_mib * MIB // block_bytes
         if self._blocks < 2:
             raise ConfigError(
@@ -231,7 +232,7 @@ class Control:
         wait_ns = int(s.pair_wait_s * S)
         handoff = HandoffConfig(
             lease_ns=int(s.lease_s * S), renew_ns=int(s.lease_s * S / RENEWALS), answer_ns=wait_ns + S,
-            block_bytes=self._shape.block_bytes,
+            block_bytes=node_block_bytes(self._shape.geometry),
         )  # fmt: skip
         return PairConfig(
             name=s.name, incarnation=self._incarnation, role=s.role, blocks=self._blocks,

@@ -49,11 +49,6 @@ class KvShape(Declared):
         return tuple(_heads_first(layout) for layout in layouts_of(self.geometry, blocks))
 
     @property
-    def block_bytes(self) -> int:
-        """Of all ranks together, in their slabs."""
-        return sum(layout.region_bytes for layout in self.layouts(1))
-
-    @property
     def head_runs(self) -> int:
         """How many runs a rank's page must consist of. Without other ranks it moves whole."""
         return len(heads_of(self.geometry.kv_heads, self.geometry.tp, 0)) if self.geometry.tp > 1 else 1
