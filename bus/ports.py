@@ -18,6 +18,7 @@ TAKEN = "taken"
 TRIPLES_MAX = 100  # how many triples after the default are tried: more nodes than that on a machine is a mistake
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\[\]/:\s]+):(\d{1,5})")
+HOST_PARTS = "between its dots must be 1 to 63 characters"
 T = TypeVar("T")
 
 
@@ -55,7 +56,18 @@ def parse_address(text: str, setting: str, *, port_zero: bool = False) -> Addres
             ipaddress.IPv6Address(host)
         except ValueError:
             raise ConfigError(setting, f"{host!r} is no IPv6 address, in {text!r}") from None
+    elif not may_be_host(host):
+        raise ConfigError(setting, f"{host!r:.80} can be no host: {HOST_PARTS}")
     return Address(host, port)
+
+
+def may_be_host(host: str) -> bool:
+    """Whether it can be looked up at all: with an empty or a long part that ends in an error of its own kind."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def is_wildcard(host: str) -> bool:
@@ -74,6 +86,8 @@ def is_loopback(host: str) -> bool:
 
 def unknown_host(host: str) -> str:
     """Why nobody here knows `host`; '' for an address, and for a name that resolves."""
+    if not may_be_host(host):
+        return HOST_PARTS
     try:
         socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as e:

@@ -256,8 +256,7 @@ class BlockPool:
         blocks = self._chosen(n)
         held, holders = self._held[holder], self._holders
         for block in blocks:
-            held[block] += 1
-            holders[block] += 1
+            held[block] = holders[block] = 1
         if holder is Holder.IN_FLIGHT:
             self._quarantined += n
         return blocks
@@ -277,23 +276,25 @@ class BlockPool:
         oldest = list(islice(self._cached, missing + min(more, len(self._cached) // OLDEST)))
         due = list(takewhile(self._passed_over, oldest[:missing]))
         evicted = due + side_by_side(sorted(oldest[len(due) :]), missing - len(due))
-        for block in sorted(evicted):
-            self._evict(block)
+        self._evict(sorted(evicted))
         return sorted(free + evicted)
 
     def _passed_over(self, block: int) -> bool:
         """It has no neighbours, and would stay for ever."""
         return self._evicted - self._cached[block] >= PASSED_OVER_MAX * self.blocks
 
-    def _evict(self, block: int) -> None:
-        del self._cached[block]
-        self._evicted += 1
-        self._mirrored.pop(block, None)
-        block_hash = self._hash[block]
-        assert block_hash is not None
-        self._hash[block] = None
-        del self._by_hash[block_hash]
-        self._events.append(BlockRemoved(block_hash=block_hash))
+    def _evict(self, blocks: Sequence[int]) -> None:
+        cached, mirrored, events = self._cached, self._mirrored, self._events
+        hashes, by_hash = self._hash, self._by_hash
+        self._evicted += len(blocks)
+        for block in blocks:
+            del cached[block]
+            mirrored.pop(block, None)
+            block_hash = hashes[block]
+            assert block_hash is not None
+            hashes[block] = None
+            del by_hash[block_hash]
+            events.append(BlockRemoved(block_hash=block_hash))
 
     def _add(self, blocks: Sequence[int], holder: Holder) -> None:
         """One more holder for blocks that are in use or cached."""

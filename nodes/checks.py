@@ -27,12 +27,11 @@ def checked_prompt(received: Received, setup: Setup) -> tuple[bytes, tuple[bytes
         check_sampling(message.sampling)
     except RequestError as e:
         raise RemoteProtocolError(str(e), kind=message.KIND, field=f"sampling.{e.param}") from None
-    ids = unpack_u32(prompt)
-    if max(ids) >= setup.vocab_size:
+    if (largest := max(unpack_u32(prompt))) >= setup.vocab_size:
         raise RemoteProtocolError(
-            f"token id {max(ids)} is outside the vocabulary of {setup.vocab_size}", kind=message.KIND, field="raw"
+            f"token id {largest} is outside the vocabulary of {setup.vocab_size}", kind=message.KIND, field="raw"
         )
-    return prompt, block_hashes(ids, setup.geometry.block_size)
+    return prompt, block_hashes(prompt, setup.geometry.block_size)
 
 
 def check_first_tokens(message: Message, setup: Setup) -> None:

@@ -39,6 +39,7 @@ class HttpServer:
         self._bus = bus
         self._name, self._log_format = config.name, config.log_format
         self._http_keys = config.http_keys
+        self._deadline_ms = config.request_deadline_ns // 10**6
         self._keys, self._node_key = config.keys, node_key
         self._socket = listen(config.http_host, config.http_port, search=not config.http_port_asked)
         port = self._socket.getsockname()[1]
@@ -58,6 +59,7 @@ class HttpServer:
             bus=self._bus, fd=fd, name=self._name, url=self.url, parent=os.getpid(),
             keys=self._keys, node_key=self._node_key, http_keys=self._http_keys,
             tls_cert=self._tls.cert, tls_key=self._tls.key, log_format=self._log_format,
+            deadline_ms=self._deadline_ms,
         )  # fmt: skip
         self._child = await spawn(HTTP_MODULE, args, on_exit=self._reaped, pass_fds=(fd,))
 

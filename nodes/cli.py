@@ -133,7 +133,9 @@ def gateway(
     ] = [],  # noqa: B006
     name: Annotated[str, typer.Option(metavar="NAME", help="In logs and recordings.")] = "",
     record: Annotated[str, typer.Option(metavar="DIR", help="Record messages and choices into this folder.")] = "",
-    record_tokens: Annotated[bool, typer.Option("--record-tokens", help="Prompts and answers as well.")] = False,
+    record_tokens: Annotated[
+        bool, typer.Option("--record-tokens/--no-record-tokens", help="Prompts and answers as well.")
+    ] = False,
     log_format: Annotated[
         str, typer.Option(metavar="FORM", help="Of the log on standard error: text, or json: an object a line.")
     ] = "text",
@@ -145,6 +147,14 @@ def gateway(
         str, typer.Option(metavar="FILE", help="Certificate in PEM form: HTTPS.", envvar="PD_HTTP_TLS_CERT")
     ] = "",
     http_tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its private key.", envvar="PD_HTTP_TLS_KEY")] = "",
+    request_deadline: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="How long an answer may take, where the request does not say: 5m without.",
+            envvar="PD_REQUEST_DEADLINE",
+        ),
+    ] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve HTTP to other machines without keys.")] = False,
 ) -> None:
     """Serve the OpenAI API in front of a whole cluster."""
@@ -170,6 +180,7 @@ def gateway(
         record=record,
         record_tokens=record_tokens,
         log_format=log_format,
+        request_deadline=request_deadline,
     )
     raise typer.Exit(run_gateway(config))
 

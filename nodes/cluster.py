@@ -30,7 +30,7 @@ from .values import switch
 PARENT = str(os.getpid())  # of all that is started here: it ends with us
 NODE_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes", PARENT)
 # Of settings, those that a gateway has too:
-GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys", "http_tls_cert", "http_tls_key")
+GATEWAY_OPTIONS = ("record", "record_tokens", "keys", "http_keys", "http_tls_cert", "http_tls_key", "request_deadline")
 GATEWAY_COMMAND = (sys.executable, "-P", "-m", "pdbus.nodes.gateway", PARENT)
 PORTS_FROM, PORTS_TO = 20_000, 32_000  # below what kernels give to outgoing connections, which would take them from us
 READY_S = 180.0  # importing torch and reading a model on a busy machine

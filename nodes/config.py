@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.recorder import TOTAL_BYTES_LEAST, TOTAL_BYTES_MAX
 from pdbus.bus.wire import Declared
 
@@ -22,6 +23,7 @@ from . import values
 from .config_checks import check, is_cpu
 from .given import Chosen, Given, option
 from .host import Host, this_host
+from .limits import DEADLINE_MS_MAX
 from .logs import FORMS
 from .placing import POLICIES
 from .values import DEMO_MODEL, split_address
@@ -52,6 +54,7 @@ class NodeConfig(Declared):
     http_keys: str  # file; "": whoever reaches HTTP may use it
     http_tls_cert: str  # PEM files, both or neither; "": HTTP in clear
     http_tls_key: str
+    request_deadline_ns: int  # of a request over HTTP that gives none
 
     device: str
     tp: int  # ranks
@@ -167,6 +170,7 @@ _U32 = (1 << 32) - 1  # block ids travel as u32
 _LEASE_NS = 30 * 10**9
 
 node_name = values.text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "up to 64 letters, digits, . _ -")
+request_deadline = values.duration(10**6, DEADLINE_MS_MAX * 10**6)
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("role", "Node", "ROLE", values.choice("prefill", "decode", "both"), "both",
@@ -195,6 +199,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("http_tls_cert", "HTTP", "FILE", str, "",
             "Certificate in PEM form, those that vouch for it after it: HTTP is then HTTPS alone.", "no TLS"),
     Setting("http_tls_key", "HTTP", "FILE", str, "", "Its private key, readable by nobody else.", "no TLS"),
+    Setting("request_deadline", "HTTP", "TIME", request_deadline, DEADLINE_MS * 10**6,
+            "How long an answer over HTTP may take, where the request does not say (deadline_ms).", "5m",
+            "request_deadline_ns"),
     Setting("engine", "Model", "ENGINE", values.choice("torch", "coded"), "torch",
             "torch, or coded: made-up KV whose every byte can be checked."),
     Setting("model", "Model", "MODEL", str, _model,

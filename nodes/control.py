@@ -31,6 +31,7 @@ from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab, check_available
+from pdbus.connector.wakeups import wake_at_once
 
 from . import events as ev
 from . import report
@@ -62,6 +63,7 @@ log = logging.getLogger("pdbus")
 def run_node(config: NodeConfig) -> int:
     """Run a node until it has drained. Returns the exit status; raises ConfigError for what cannot work."""
     set_up_logs(config.name, config.log_format)
+    wake_at_once()
     setup = set_up(config)
     status: int = uvloop.run(_run(config, setup))
     return status

@@ -17,15 +17,16 @@ from rich.text import Text
 from pdbus.bus.errors import Broken, ConfigError
 
 from .cluster import Cluster
-from .config import load
+from .config import NodeConfig, load
 from .http.tls import Tls
 from .node_process import NodeProcess
 from .setup import set_up
-from .values import DEMO_MODEL
+from .values import DEMO_MODEL, show_duration
 
 __all__ = ["Cluster", "run_up", "serve"]
 
 BUS_PORT = 7400
+SHARED = ("http_keys", "http_tls_cert", "http_tls_key", "record", "record_tokens")  # of nodes and gateway
 KILL_AFTER_S = 8.0  # from the second signal: a node tells its clients at once, and gives its processes at most 5 s
 COLOURS = {
     "prefill": ("cyan", "blue"),
@@ -60,10 +61,7 @@ def run_up(
         Tls(chosen.http_tls_cert, chosen.http_tls_key).check()
     except ConfigError as e:
         raise chosen.as_written(e) from None
-    options = with_model(settings)
-    for name in ("http_tls_cert", "http_tls_key"):  # wherever they were said: the cluster must know
-        if given := getattr(chosen, name):
-            options[name] = given
+    options = for_all(with_model(settings), chosen)
     console = Console(stderr=True, highlight=False)
     cluster = Cluster(
         prefill, decode, both, options=options, config=config, bus_port=BUS_PORT, http_port=http_port,
@@ -74,6 +72,12 @@ def run_up(
         ports = ", ".join(f"port {port}" for port in sorted(cluster.taken))
         console.print(f"taken: {ports}; the next free ones are used", style="dim", soft_wrap=True)
     return asyncio.run(serve(cluster, console))
+
+
+def for_all(options: Mapping[str, str], chosen: NodeConfig) -> dict[str, str]:
+    """With what a gateway must know like the nodes, wherever it was said: it does not read the file of --config."""
+    shared = {name: str(getattr(chosen, name)) for name in SHARED if getattr(chosen, name)}
+    return {**options, **shared, "request_deadline": show_duration(chosen.request_deadline_ns)}
 
 
 def with_model(settings: Mapping[str, str]) -> dict[str, str]:

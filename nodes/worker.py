@@ -45,6 +45,7 @@ from pdbus.connector.ipc import (
 from pdbus.connector.layout import layout_of
 from pdbus.connector.process import keep_what_is_loaded
 from pdbus.connector.slab import Slab
+from pdbus.connector.wakeups import wake_in_turn
 from pdbus.nodes.engines import Engine
 
 if TYPE_CHECKING:  # it imports numpy, whose threads start with it
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a worker until it is told to stop. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is control's to act on
     args = from_json((sys.argv[1:] if argv is None else argv)[0], WorkerArgs)
+    wake_in_turn()  # control does otherwise, and it is inherited
     channel = ChildChannel(args.endpoint, ToWorker)
     try:
         return _run(args, channel)

@@ -40,6 +40,7 @@ BEFORE_S = 0.5  # the answers go on for so long before the long prompt comes
 ANSWERS_BLOCKS = 64  # for all answers, with room to spare
 PROMPTS = 2
 POOL = 2 * PROMPTS  # times what a prompt needs, in the prefill node: every second block
+TOGETHER = 16  # of the prompts that are asked for again
 SEED = 0
 
 
@@ -91,11 +92,15 @@ async def _run(prompt_tokens: int, step_ms: float, turns: int) -> dict[str, Any]
 
 
 async def _scatter(client: Client, blocks: int) -> None:
-    """Fill a node's prefix cache with prompts of one full block, one after the other, and ask for every second again:
-    what is evicted next has no neighbours."""
+    """Fill a node's prefix cache with prompts of one full block, and ask for every second again: what is evicted next
+    has no neighbours."""
     prompts = random_prompts(blocks, BLOCK_TOKENS + 1, SEED + 1)
-    for prompt in [*prompts, *prompts[::2]]:
+    for prompt in prompts:  # one after the other: blocks in the order of the prompts
         await _all_of(client.generate(prompt, max_tokens=1, ignore_eos=True))
+    again = prompts[::2]
+    for i in range(0, len(again), TOGETHER):
+        some = [client.generate(prompt, max_tokens=1, ignore_eos=True) for prompt in again[i : i + TOGETHER]]
+        await asyncio.gather(*map(_all_of, some))
 
 
 async def _all_of(generation: Generation) -> None:

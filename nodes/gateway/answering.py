@@ -125,7 +125,8 @@ class Routed:
 
     async def _failed_there(self, problem: Exception) -> None:
         """Raises the problem unless another node may be tried."""
-        node, full = self._node, isinstance(problem, Overloaded) and not self._said
+        node, gone_out = self._node, self._said and self._streams
+        full = isinstance(problem, Overloaded) and not gone_out
         await self._leave(room=not full)
         assert node is not None
         if full:
@@ -137,10 +138,12 @@ class Routed:
             raise problem
         named = {"request": self.number, "attempt": self.attempt, "peer": node.name}
         log.warning("attempt failed: %s", problem, extra=named)
-        if self._said and self._streams:
+        if gone_out:
             raise problem
         self._failed[node.life] = problem
         self._gateway.counters["retries"] += 1
+        if self._left_s <= 0 and isinstance(problem, DeadlineExceeded):
+            raise problem
         if self._left_s <= 0:
             raise DeadlineExceeded(f"the request's deadline has passed; before that: {problem}")
         if len(self._failed) >= TRIES_MAX:

@@ -17,11 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.generation import DEADLINE_MS
 from pdbus.bus.keyring import Keyring, client_keyring
 from pdbus.bus.ports import Address, is_loopback, is_wildcard, own_host, parse_address
 from pdbus.bus.station import Station
 from pdbus.connector.process import keep_what_is_loaded
-from pdbus.nodes.config import node_name
+from pdbus.connector.wakeups import wake_at_once
+from pdbus.nodes.config import node_name, request_deadline
 from pdbus.nodes.config_checks import not_insecure
 from pdbus.nodes.http.app import create_app
 from pdbus.nodes.http.errors import JSON
@@ -63,6 +65,7 @@ class GatewayConfig:
     record: str
     record_tokens: bool
     log_format: str = "text"
+    request_deadline: str = ""  # "": a node's default
     vllm: bool = False
     prefiller_names: tuple[str, ...] = ()
 
@@ -82,6 +85,7 @@ def run_gateway(config: GatewayConfig) -> int:
         at.host, at.port, search="http" not in config.asked, host_setting="--http", port_setting="--http"
     )
     set_up_logs(name, config.log_format)
+    wake_at_once()
     if config.vllm:
         uvloop.run(_run_front(config, listening, http_keys))
     else:
@@ -110,10 +114,21 @@ def check(config: GatewayConfig) -> None:
         raise ConfigError("--policy", f"there is no {config.policy!r}; give {', '.join(POLICIES)}")
     if config.log_format not in FORMS:
         raise ConfigError("--log-format", f"must be {' or '.join(FORMS)}, got {config.log_format!r}")
+    deadline_ms(config.request_deadline)
     if config.record_tokens and not config.record:
         raise ConfigError("--record-tokens", "needs --record DIR, the recording that they are to stand in")
     if config.record and os.path.exists(config.record) and not os.path.isdir(config.record):
         raise ConfigError("--record", f"{config.record} is a file; give a folder")
+
+
+def deadline_ms(text: str) -> int:
+    """Of requests that give none. Raises ConfigError naming the option."""
+    if not text:
+        return DEADLINE_MS
+    try:
+        return int(request_deadline(text)) // 10**6
+    except ValueError as e:
+        raise ConfigError("--request-deadline", str(e)) from None
 
 
 def _check_vllm(config: GatewayConfig) -> None:
@@ -125,6 +140,8 @@ def _check_vllm(config: GatewayConfig) -> None:
         raise ConfigError("--policy", "is for nodes of pdbus: vLLM servers take turns, leave it away with --vllm")
     if "queue" in config.asked:
         raise ConfigError("--queue", "is for nodes of pdbus: vLLM servers queue themselves, leave it away with --vllm")
+    if config.request_deadline:
+        raise ConfigError("--request-deadline", "is for nodes of pdbus: vLLM servers have their own, leave it away")
     if not config.decoders:
         raise ConfigError("--decoder-port", "is needed: where vLLM's decode server answers HTTP")
     if not config.prefillers:
@@ -160,7 +177,7 @@ async def _run(
     try:
         async with gateway:
             log.info("HTTP %s, policy %s, nodes from %s", url, config.policy, ", ".join(called))
-            app = app_of(gateway, url, http_keys, tracer)
+            app = app_of(gateway, url, http_keys, tracer, deadline_ms(config.request_deadline))
             keep_what_is_loaded()
             signals = (signal.SIGTERM, signal.SIGINT)
             serving = asyncio.ensure_future(serve_app(app, listening, grace_s=DRAIN_S, signals=signals, tls=config.tls))
@@ -187,10 +204,18 @@ async def _run_front(config: GatewayConfig, listening: socket.socket, http_keys:
         await serve_app(app, listening, grace_s=DRAIN_S, signals=(signal.SIGTERM, signal.SIGINT), tls=config.tls)
 
 
-def app_of(gateway: Gateway, http: str = "", keys: HttpKeys | None = None, tracer: Tracer | None = None) -> Starlette:
-    """The paths of nodes, and the gateway's own. `http`: its address."""
+def app_of(
+    gateway: Gateway,
+    http: str = "",
+    keys: HttpKeys | None = None,
+    tracer: Tracer | None = None,
+    deadline_ms: int = DEADLINE_MS,
+) -> Starlette:
+    """The paths of nodes, and the gateway's own. `http`: its address. `deadline_ms`: of requests that give none."""
     more = [Route("/pd/nodes", _nodes(gateway)), *ui.routes(gateway)]
-    return create_app(gateway, http=http, keys=keys, more=more, open_paths=[ui.PAGE], tracer=tracer)
+    return create_app(
+        gateway, http=http, keys=keys, more=more, open_paths=[ui.PAGE], tracer=tracer, deadline_ms=deadline_ms
+    )
 
 
 def _nodes(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:

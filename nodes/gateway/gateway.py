@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,7 @@ from .routing import KNOWS_PREFIXES, Ask, choose
 from .waiting import Waiting
 
 QUEUE = 256  # requests that wait for room; one more is told when to come back
+ALONE_S = 5.0  # without a node that can be asked, before those that wait for room hear of it: one may just be slow
 
 
 class Gateway:
@@ -126,6 +128,13 @@ class Gateway:
 
     def _lost(self, node: FleetNode) -> None:
         self.flights.failed(node.why, self.now_ns(), node=node.name)
+        if len(self.waiting) and not self.fleet.ready():
+            asyncio.get_running_loop().call_later(ALONE_S, self._alone)
+
+    def _alone(self) -> None:
+        """Who waits for room would wait until its deadline, and all who come later behind it."""
+        while len(self.waiting) and not self.fleet.ready():
+            self.waiting.room()
 
     def _looked(self, node: FleetNode) -> None:
         self.waiting.room()

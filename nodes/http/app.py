@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdbus.bus.errors import Broken, DeadlineExceeded, PdError, RequestError
+from pdbus.bus.generation import DEADLINE_MS
 from pdbus.nodes.tracing import Tracer
 
 from .answer import Chat, Completion
@@ -120,15 +121,17 @@ def create_app(
     more: Sequence[Route] = (),
     open_paths: Sequence[str] = (),
     tracer: Tracer | None = None,
+    deadline_ms: int = DEADLINE_MS,
 ) -> Starlette:
     """The app over what answers. `http` is this server's own address as others reach it (http://host:port). With `keys`
-    it serves only who sends one, but for what tells nothing; of `more` routes these are `open_paths`."""
+    it serves only who sends one, but for what tells nothing; of `more` routes these are `open_paths`. `deadline_ms`: of
+    requests that give none."""
     metrics = HttpMetrics()
     node = Node(upstream, metrics, http)
     peers = PrefillEndpoints(upstream)
     tokens = Tokens(upstream, node.check_model, node.status)
-    completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion, tracer)
-    chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat, tracer)
+    completions = Generate(upstream, node.check_model, metrics, parse_completion, Completion, deadline_ms, tracer)
+    chat = Generate(upstream, node.check_model, metrics, parse_chat, Chat, deadline_ms, tracer)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),

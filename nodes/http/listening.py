@@ -7,6 +7,8 @@ import os
 import socket
 
 from pdbus.bus.errors import ConfigError
+from pdbus.bus.generation import DEADLINE_MS
+from pdbus.bus.ports import HOST_PARTS, may_be_host
 from pdbus.bus.wire import Declared
 
 BACKLOG = 2048
@@ -25,6 +27,7 @@ class HttpArgs(Declared):
     http_keys: str = ""  # file of bearer keys
     tls_cert: str = ""  # PEM files; "": in clear
     tls_key: str = ""
+    deadline_ms: int = DEADLINE_MS  # of a request that gives none
     log_format: str = "text"
     parent: int = 0  # its pid, to notice that it died while this process started; 0: do not look
 
@@ -41,6 +44,8 @@ def listen(
     taken instead of a taken one. Raises ConfigError naming the port's setting, or the host's when that cannot be
     bound."""
     host = host.strip("[]")
+    if not may_be_host(host):
+        raise ConfigError(host_setting, f"{host!r:.80} can be no host: {HOST_PARTS}")
     last = port + PORTS_TRIED_MAX if search and port else port
     for candidate in range(port, min(last, 65_535) + 1):
         try:

@@ -22,6 +22,7 @@ from pdbus.bus import wire
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.errors import PdError, RequestError
 from pdbus.bus.messages import Outcome
+from pdbus.bus.ports import may_be_host
 from pdbus.bus.wire import Declared, replace
 
 from .body import decode_body
@@ -213,7 +214,8 @@ def _split(endpoint: str) -> SplitResult:
         raise RequestError(f"is a bus address; {GIVE_HTTP}")
     try:
         url = urlsplit(endpoint)
-        if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not CONTROL.search(endpoint):
+        host, fits = url.hostname or "", url.scheme in ("http", "https") and url.port != 0
+        if fits and host and may_be_host(host) and not CONTROL.search(endpoint):
             return url
     except ValueError:
         pass

@@ -13,7 +13,7 @@ from typing import Any
 
 from pdbus.bus import wire
 from pdbus.bus.errors import RequestError
-from pdbus.bus.generation import DEADLINE_MS, Conversation
+from pdbus.bus.generation import Conversation
 from pdbus.bus.messages import Sampling
 from pdbus.bus.wire import Declared, replace
 from pdbus.nodes.json_schema import check_form
@@ -166,7 +166,7 @@ class Asked(Declared):
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    deadline_ms: int
+    deadline_ms: int | None  # None: it does not say
     tools: Tools | None = None  # a chat's, where its answers may call any
     echo: bool = False  # the prompt comes first
     answers: bool = True  # with echo, nothing but the prompt may be wanted
@@ -246,7 +246,7 @@ def _asked(body: Common, prompts: list[Any], max_tokens: int, logprobs: int | No
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
-        deadline_ms=DEADLINE_MS if body.deadline_ms is None else body.deadline_ms,
+        deadline_ms=body.deadline_ms,
     )
 
 

@@ -84,7 +84,7 @@ async def serve(args: HttpArgs) -> None:
     tls = Tls(args.tls_cert, args.tls_key).check()  # again: the files may have changed since the node started
     async with Client(args.bus, keys=_keyring(args)) as client:
         tracer = tracer_of(args.name)
-        app = create_app(OneNode(client), http=args.url, keys=keys, tracer=tracer)
+        app = create_app(OneNode(client), http=args.url, keys=keys, tracer=tracer, deadline_ms=args.deadline_ms)
         keep_what_is_loaded()
         await serve_app(app, socket.socket(fileno=args.fd), grace_s=GRACE_S, tls=tls)
         if tracer is not None:

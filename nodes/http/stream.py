@@ -33,6 +33,7 @@ from .upstream import Answering, Upstream
 
 BODY_BYTES_MAX = 8 << 20  # half of what fits a control message, since JSON may hide longer text behind shorter escapes
 DISCARD_BYTES_MAX = 64 << 20  # read and thrown away, since a client that still sends does not see our answer
+COPIES_BYTES_MAX = 8 * BODY_BYTES_MAX  # each of `n` answers has its prompt sent along: all at once
 BODY_S = 60.0  # for a body to arrive
 DISCARD_S = 10.0  # for one that is too large anyway
 
@@ -61,6 +62,7 @@ class Generate:
         metrics: HttpMetrics,
         parse: Callable[[bytes], Asked],
         answer: type[Answer],
+        deadline_ms: int,
         tracer: Tracer | None = None,
     ) -> None:
         self._upstream = upstream
@@ -68,12 +70,17 @@ class Generate:
         self._metrics = metrics
         self._parse = parse
         self._answer = answer
+        self._deadline_ms = deadline_ms
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.monotonic_ns()
         request = Request(scope, receive)
-        asked = self._parse(await read_body(request))
+        body = await read_body(request)
+        asked = self._parse(body)
+        if asked.n * len(body) > COPIES_BYTES_MAX:
+            problem = f"n: {asked.n} times {len(body)} bytes are more than {COPIES_BYTES_MAX}: ask for fewer at once"
+            raise RequestError(problem, param="n", code="too_large", status=413)
         model = await self._check_model(asked.model)
         created_s = int(time.time())
         answers = [self._answer(asked, model, created_s, i) for i in range(len(asked.prompts) * asked.n)]
@@ -103,7 +110,7 @@ class Generate:
                         prompt,
                         model=asked.model,
                         sampling=sampling,
-                        deadline_ms=asked.deadline_ms,
+                        deadline_ms=self._deadline_ms if asked.deadline_ms is None else asked.deadline_ms,
                         stream=asked.stream,
                         traceparent=trace.traceparent,
                     )

@@ -81,6 +81,9 @@ NODE = "tcp://127.0.0.1:7400"
         (("--vllm", "--policy", "prefix"), "pd: --policy: is for nodes of pdbus"),
         (("--vllm", "--queue", "256"), "pd: --queue: is for nodes of pdbus"),
         (("--join", NODE, "--log-format", "xml"), "pd: --log-format: must be text or json, got 'xml'"),
+        (("--join", NODE, "--request-deadline", "300"), "pd: --request-deadline: "),
+        (("--join", NODE, "--request-deadline", "2d"), "pd: --request-deadline: "),
+        (("--vllm", "--request-deadline", "1h"), "pd: --request-deadline: is for nodes of pdbus"),
         (("--join", NODE, "--queue", "-1"), "pd: Invalid value for '--queue'"),
     ],
 )

@@ -149,6 +149,29 @@ def test_a_request_may_ask_for_more_time_than_the_default(path: str, body: dict[
     assert client.deadlines_ms == [300_000, 3_600_000]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
+def test_requests_that_give_no_deadline_have_the_servers(path: str, body: dict[str, Any]) -> None:
+    """OpenAI's clients cannot give one: what takes longer than five minutes would never be answered."""
+    client = FakeClient()
+
+    async def asked() -> None:
+        transport = httpx.ASGITransport(create_app(client, deadline_ms=900_000))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://node") as web:
+            await web.post(path, json=body)
+            await web.post(path, json={**body, "deadline_ms": 50})
+
+    asyncio.run(asked())
+    assert client.deadlines_ms == [900_000, 50]
+
+
+def test_a_long_prompt_is_not_sent_many_times_over() -> None:
+    """8 MiB with n 128 was a GiB on its way to one node."""
+    client = FakeClient()
+    refused = post(client, "/v1/completions", {"prompt": "x" * (1 << 20), "n": 128})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "n")
+    assert client.deadlines_ms == []
+
+
 # ---------------------------------------------------------------- tokens
 
 
@@ -663,7 +686,10 @@ def test_an_endpoint_that_is_no_prefill_node_is_said_so(answer: bytes, status: i
     assert client.commands == []
 
 
-NO_ADDRESS = ["127.0.0.1:8090", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999", "http://a b", ""]
+NO_ADDRESS = [
+    "127.0.0.1:8090", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999", "http://a b", "", "http://a..b:1",
+    f"http://{'x' * 64}:1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("url", NO_ADDRESS)

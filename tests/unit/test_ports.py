@@ -48,7 +48,8 @@ def test_an_address_is_read_and_written_alike(text: str, address: Address) -> No
 @pytest.mark.parametrize(
     "text",
     ["", "7400", "127.0.0.1:7400", "http://127.0.0.1:7400", "tcp://127.0.0.1", "tcp://::1:7400", "tcp://[::g]:1",
-     "tcp://h:65536", "tcp://h:0", "tcp://h:7400/", "tcp://a b:1", "tcp://h:-1"],
+     "tcp://h:65536", "tcp://h:0", "tcp://h:7400/", "tcp://a b:1", "tcp://h:-1", "tcp://a..b:1", "tcp://.:1",
+     f"tcp://{'x' * 64}:1"],
 )  # fmt: skip
 def test_a_bad_address_is_refused_by_the_settings_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--join: "):

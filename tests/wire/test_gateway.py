@@ -190,6 +190,35 @@ async def test_one_more_than_may_wait_is_told_when_to_come_back() -> None:
 
 
 @on_loop
+async def test_an_answer_that_begins_again_waits_like_a_new_one_where_all_are_full() -> None:
+    """Nothing of it has gone out: that its first node had said something is no reason to refuse it."""
+    full = True
+
+    def script(node: FakeNode, received: Received) -> None:
+        (refuses(FULL) if full else HELLO)(node, received)
+
+    async with gate([decode_node("d1", leaves_after_a_token), decode_node("d2", script)]) as gated:
+        answers = [asyncio.create_task(gated.post()) for _ in range(2)]  # one for each node
+        await until(lambda: len(gated.gateway.waiting) == 2)
+        full = False
+        assert [(await answer).json()["choices"][0]["text"] for answer in answers] == ["hello", "hello"]
+
+
+@on_loop
+async def test_who_waits_for_room_is_told_when_no_node_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody made room any more: they waited until their deadlines, and so did all who came after them."""
+    monkeypatch.setattr("pdbus.nodes.gateway.gateway.ALONE_S", 0.01)
+    async with gate([decode_node("d1", refuses(FULL))]) as gated:
+        answers = [asyncio.create_task(gated.post()) for _ in range(3)]
+        await until(lambda: len(gated.gateway.waiting) == 3)
+        gated.nodes[0].status = {**gated.nodes[0].status, "ready": False, "not_ready": ["draining"]}
+        for answer in answers:
+            refused = await answer
+            assert refused.status_code == 503
+            assert "d1: draining" in refused.json()["error"]["message"]
+
+
+@on_loop
 async def test_who_leaves_the_line_leaves_no_gap() -> None:
     async with gate([decode_node("d1", refuses(FULL))], queue=2) as gated:
         answer = asyncio.create_task(gated.post())
