@@ -443,7 +443,7 @@ class Membership:
         known, agent = self._roster.get(event.header.from_), event.message
         if known is None or known.state not in USABLE:
             return [ms.rejected(event, "no such peer", event.link)]
-        ranks = known.hello.geometry.tp if known.hello.geometry else 1
+        ranks = known.hello.geometry.ranks if known.hello.geometry else 1
         if not 0 <= agent.rank < ranks:
             return [ms.rejected(event, f"an agent of rank {agent.rank}, but it has {ranks}", event.link)]
         effects = self._listen(known, event.link, now_ns)

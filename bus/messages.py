@@ -51,6 +51,12 @@ class Geometry(Declared):
     block_bytes: int = 0  # of the whole model
     tp: int = 1  # ranks that share the KV heads; more ranks than heads hold copies
     layer_names: tuple[str, ...] = ()  # (): "0", "1", ...
+    pp: int = 1  # stages that share the layers, of `tp` ranks each
+
+    @property
+    def ranks(self) -> int:
+        """Of all stages, those of the first stage first."""
+        return self.pp * self.tp
 
 
 class KVLayout(Declared):
@@ -65,7 +71,7 @@ class KVLayout(Declared):
     head_dim: int  # channels of one head, or of the latent
     kv_heads: int  # of the whole model, over all ranks; 1 for a latent
     heads: tuple[int, ...]  # which of them this rank holds, rising; () for a rank that holds none
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # those that this rank holds
     starts: tuple[int, ...]  # where each layer begins
     parts: tuple[str, ...]  # ("k", "v") or ("latent",)
     block_size: int  # tokens

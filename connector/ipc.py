@@ -280,7 +280,7 @@ class WorkerArgs(Declared):
     geometry: Geometry
     engine: str  # torch, coded
     model: str  # folder or file
-    rank: int = 0  # of geometry.tp
+    rank: int = 0  # of geometry.ranks
     group: str = ""  # a file that does not exist yet, where the ranks' workers meet
     threads: int = 1
     cpus: tuple[int, ...] = ()

@@ -10,8 +10,11 @@ nothing.
 |                                      | while its blocks stay as they are until the last part may write no more       |
 | failed                               | at once                                                                       |
 
+What is sampled is what the ranks of the last stage sample: the others' steps end without a token.
+
 Digests of KV (nodes/digests.py) are joined by exclusive or, as they are made: each rank's are of its own heads. Of
 ranks with copies of one head the first counts, and a copy that differs from it makes the joined digest a wrong one.
+Those of stages, which are of some layers each, are put together block by block.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Generic, TypeVar
 
 from pdbus.bus.wire import Declared, replace
 
+from .attempt import DIGEST_BYTES
 from .ipc import (
     Copied,
     FromMover,
@@ -70,11 +74,14 @@ class Gather(Generic[T]):
 
 
 class WorkerJoin:
-    """Of one life of all workers: another life needs another join. `copies` ranks hold each KV head."""
+    """Of one life of all workers: another life needs another join. `copies` ranks of a stage hold each KV head;
+    `stages` are the stages' numbers of layers, in order of rank."""
 
-    def __init__(self, ranks: int, copies: int = 1) -> None:
+    def __init__(self, ranks: int, copies: int = 1, stages: Sequence[int] = (1,)) -> None:
         self._ranks = ranks
         self._copies = copies
+        self._stages = stages
+        self._each = ranks // len(stages)  # ranks of a stage
         self._digested: Gather[KvDigested] = Gather(ranks)
         self._ready: Gather[WorkerReady] = Gather(ranks)
         self._steps: Gather[StepDone] = Gather(ranks)
@@ -94,10 +101,7 @@ class WorkerJoin:
                 return [self._step(done)] if done else []
             case KvDigested(check=check):
                 digested = self._digested.hear(check, rank, message)
-                each = [d.digests for d in digested]
-                differ = [_xor([each[r], each[r - r % self._copies]]) for r in range(len(each)) if r % self._copies]
-                joined = _xor([*each[:: self._copies], *differ])
-                return [KvDigested(check=check, digests=joined)] if digested else []
+                return [KvDigested(check=check, digests=self._digested_by_all(digested))] if digested else []
             case Copied(copy=copy):
                 copied = self._copied.hear(copy, rank, message)
                 return [self._copy(copied)] if copied else []
@@ -108,9 +112,20 @@ class WorkerJoin:
         return [message]
 
     def _step(self, done: tuple[StepDone, ...]) -> StepDone:
-        """What rank 0 sampled; all ranks must have sampled the same, and found no wrong KV."""
+        """What the first rank of the last stage sampled; the others of that stage must have sampled the same, and all
+        must have found no wrong KV."""
         rows = tuple(self._row(rows) for rows in zip(*(d.rows for d in done), strict=True))
         return StepDone(step=done[0].step, rows=rows, compute_ns=max(d.compute_ns for d in done))
+
+    def _digested_by_all(self, digested: Sequence[KvDigested]) -> bytes:
+        each = [d.digests for d in digested]
+        differ = [_xor([each[r], each[r - r % self._copies]]) for r in range(len(each)) if r % self._copies]
+        return _xor([self._digests(digested), *differ])
+
+    def _digests(self, ranks: Sequence[KvDigested | RowResult]) -> bytes:
+        each = [r.digests for r in ranks]
+        stages = [each[first : first + self._each] for first in range(0, self._ranks, self._each)]
+        return _beside([_xor(stage[:: self._copies]) for stage in stages], self._stages)
 
     def _copy(self, copied: tuple[Copied, ...]) -> Copied:
         return replace(
@@ -123,15 +138,19 @@ class WorkerJoin:
     def _row(self, rows: tuple[RowResult, ...]) -> RowResult:
         if len(rows) == 1:
             return rows[0]
-        first = rows[0]
+        lead = self._ranks - self._each
+        first = rows[lead]
         for rank, row in enumerate(rows):
             if row.wrong_kv:
                 return replace(first, wrong_kv=f"rank {rank}: {row.wrong_kv}")
             if row.problem:
                 return row
+            if rank < lead:
+                continue
             if row.token != first.token or [m.token for m in row.more] != [m.token for m in first.more]:
-                return replace(first, wrong_kv=f"rank {rank} sampled token {row.token}, rank 0 token {first.token}")
-        return replace(first, digests=_xor([row.digests for row in rows[:: self._copies]]))
+                said = f"rank {rank} sampled token {row.token}, rank {lead} token {first.token}"
+                return replace(first, wrong_kv=said)
+        return replace(first, digests=self._digests(rows))
 
 
 def _xor(digests: Sequence[bytes]) -> bytes:
@@ -140,6 +159,15 @@ def _xor(digests: Sequence[bytes]) -> bytes:
     for some in digests:
         joined ^= int.from_bytes(some, "little")
     return joined.to_bytes(len(digests[0]) if digests else 0, "little")
+
+
+def _beside(stages: Sequence[bytes], layers: Sequence[int]) -> bytes:
+    """The digests of each block's layers, stage after stage. Of equal numbers of blocks."""
+    if len(stages) == 1:
+        return stages[0]
+    sizes = [count * DIGEST_BYTES for count in layers]
+    blocks = range(len(stages[0]) // sizes[0])
+    return b"".join(made[n * size : (n + 1) * size] for n in blocks for made, size in zip(stages, sizes, strict=True))
 
 
 class MoverJoin:

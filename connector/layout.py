@@ -75,8 +75,18 @@ def heads_of(kv_heads: int, ranks: int, rank: int) -> tuple[int, ...]:
     raise ConfigError("--tp", f"{ranks} ranks cannot share {kv_heads} KV heads; neither number divides the other")
 
 
+def layers_of(layers: int, stages: int, stage: int) -> range:
+    """The layers that a stage holds: neighbours, in shares that differ by one at most, the larger ones first, for the
+    last stage has the head besides. Raises ConfigError."""
+    if stages > layers:
+        raise ConfigError("--pp", f"{stages} stages cannot share {layers} layers: give at most {layers}")
+    share, more = divmod(layers, stages)
+    first = stage * share + min(stage, more)
+    return range(first, first + share + (stage < more))
+
+
 def layout_of(geometry: Geometry, blocks: int, rank: int = 0) -> KVLayout:
-    """The dense layout of one of the `geometry.tp` ranks, in the order that `geometry.layout` names (ORDERS).
+    """The dense layout of one of the `geometry.ranks`, in the order that `geometry.layout` names (ORDERS).
 
     Raises ConfigError for what cannot be.
     """
@@ -84,9 +94,11 @@ def layout_of(geometry: Geometry, blocks: int, rank: int = 0) -> KVLayout:
         raise ConfigError("--kv-layout", f"{geometry.layout!r} is none of {', '.join(ORDERS)}")
     if geometry.kv_parts not in PARTS:
         raise ConfigError("--model", f"kv_parts is {geometry.kv_parts}, but a cache has K and V (2) or a latent (1)")
-    heads = heads_of(geometry.kv_heads, geometry.tp, rank)
+    stage, within = divmod(rank, geometry.tp)
+    heads = heads_of(geometry.kv_heads, geometry.tp, within)
+    layers = layers_of(geometry.layers, geometry.pp, stage)
     counts = {
-        "block": blocks, "layer": geometry.layers, "part": geometry.kv_parts,
+        "block": blocks, "layer": len(layers), "part": geometry.kv_parts,
         "head": len(heads), "slot": geometry.block_size,
     }  # fmt: skip
     size, stride = row_bytes(geometry), {}
@@ -95,17 +107,17 @@ def layout_of(geometry: Geometry, blocks: int, rank: int = 0) -> KVLayout:
         size *= counts[name]
     return KVLayout(
         dtype=geometry.dtype, head_dim=geometry.head_dim, kv_heads=geometry.kv_heads, heads=heads,
-        layers=geometry.layer_names or tuple(str(i) for i in range(geometry.layers)),
-        starts=tuple(i * stride["layer"] for i in range(geometry.layers)),
+        layers=geometry.layer_names[layers.start : layers.stop] or tuple(map(str, layers)),
+        starts=tuple(i * stride["layer"] for i in range(len(layers))),
         parts=PARTS[geometry.kv_parts], block_size=geometry.block_size, blocks=blocks,
         block_stride=stride["block"], part_stride=stride["part"],
         head_stride=stride["head"], slot_stride=stride["slot"], region_bytes=size,
     )  # fmt: skip
 
 
-def rank_block_bytes(geometry: Geometry) -> int:
-    """What one block takes on one rank; the same on all."""
-    return layout_of(geometry, 1).region_bytes
+def node_block_bytes(geometry: Geometry) -> int:
+    """What one block takes on all ranks together."""
+    return sum(layout_of(geometry, 1, rank).region_bytes for rank in range(geometry.ranks))
 
 
 # ---------------------------------------------------------------- checking layouts

@@ -93,7 +93,7 @@ class PeerAgents:
             return
         key = peer_key(peer.name, peer.incarnation, agent.epoch)
         self._forget(peer.name, peer.incarnation, out, but=key)
-        if len(peer.agents) < geometry.tp:  # those of its other ranks will follow
+        if len(peer.agents) < geometry.ranks:  # those of its other ranks will follow
             return
         add = ev.AddPeer(peer=key, geometry=geometry, agents=peer.agents)
         if self._agents.get(key) != add:

@@ -43,11 +43,13 @@ def impossible(geometry: Geometry) -> list[Fault]:
     if g.kv_parts not in PARTS:
         return [("kv_parts", "neither 2 nor 1")]
     limits = {
-        "layers": LAYERS_MAX, "kv_heads": HEADS_MAX, "tp": RANKS_MAX,
+        "layers": LAYERS_MAX, "kv_heads": HEADS_MAX, "tp": RANKS_MAX, "pp": RANKS_MAX,
         "head_dim": REGION_BYTES_MAX, "block_size": REGION_BYTES_MAX,
     }  # fmt: skip
     if out := [(name, f"not from 1 to {most}") for name, most in limits.items() if not 1 <= getattr(g, name) <= most]:
         return out
+    if g.ranks > RANKS_MAX:
+        return [("pp", f"of {g.tp} ranks each, more than {RANKS_MAX} in all")]
     if g.tp * g.layers > RANK_LAYERS_MAX:
         return [("tp", f"with {g.layers} layers more than {RANK_LAYERS_MAX} in all")]
     if g.layer_names and len(g.layer_names) != g.layers:
@@ -59,23 +61,27 @@ def _impossible_layout(geometry: Geometry) -> list[Fault]:
     try:
         found = fault(layout_of(geometry, 1))
     except ConfigError as e:
-        return [("tp", e.problem)]
+        return [(e.setting.lstrip("-"), e.problem)]
     return [(found[0] if hasattr(geometry, found[0]) else "layer_names", found[1])] if found else []
 
 
 def layouts_of(geometry: Geometry, blocks: int = 1) -> tuple[KVLayout, ...]:
     """The dense layouts of all ranks. Raises ConfigError."""
-    return tuple(layout_of(geometry, blocks, rank) for rank in range(geometry.tp))
+    return tuple(layout_of(geometry, blocks, rank) for rank in range(geometry.ranks))
 
 
 def layouts_of_agents(geometry: Geometry, agents: Sequence[Agent]) -> tuple[KVLayout, ...]:
     """How the KV of a peer's ranks lies, by their agents. Raises RemoteProtocolError for what its hello did not say."""
     if faults := impossible(geometry):
         raise RemoteProtocolError(f"{faults[0][0]}: {faults[0][1]}", field=faults[0][0])
-    if [agent.rank for agent in agents] != list(range(geometry.tp)):
+    if [agent.rank for agent in agents] != list(range(geometry.ranks)):
         ranks = ", ".join(str(agent.rank) for agent in agents)
-        raise RemoteProtocolError(f"agents of ranks {ranks}, but its hello said tp {geometry.tp}", field="rank")
+        raise RemoteProtocolError(f"agents of ranks {ranks}, but its hello said {_ranks(geometry)}", field="rank")
     return tuple(_layout_of_agent(geometry, agent) for agent in agents)
+
+
+def _ranks(geometry: Geometry) -> str:
+    return f"tp {geometry.tp}" if geometry.pp == 1 else f"pp {geometry.pp} and tp {geometry.tp}"
 
 
 def _layout_of_agent(geometry: Geometry, agent: Agent) -> KVLayout:

@@ -57,7 +57,8 @@ class NodeConfig(Declared):
     request_deadline_ns: int  # of a request over HTTP that gives none
 
     device: str
-    tp: int  # ranks
+    tp: int  # ranks, of each stage
+    pp: int  # stages
     dtype: str
     weights: str  # auto, float32, fp16
     threads: int
@@ -212,6 +213,8 @@ SETTINGS: tuple[Setting, ...] = (
             "cpu, cuda, xpu, or one of several: cuda:1. fake: one that tries host staging."),
     Setting("tp", "Model", "N", values.whole(1, 128), 1,
             "Ranks of tensor parallelism: a worker and a mover for each."),
+    Setting("pp", "Model", "N", values.whole(1, 128), 1,
+            "Stages of a prefill node, of --tp ranks each: every stage holds a share of the layers."),
     Setting("dtype", "Model", "DTYPE", values.choice("float32", "bfloat16", "float16"),
             lambda c, host: "float32" if is_cpu(c) else "bfloat16",
             "Type of weights and KV: float32, bfloat16, float16.", "float32 on cpu, else bfloat16"),
@@ -251,7 +254,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Where a decode node has prompts computed: remote, on prefill nodes; auto, where it is sooner; local."),
     Setting("cpus", "Scheduling", "LIST", values.cores, (), "Cores to use: 0,2-3.", "all"),
     Setting("threads", "Scheduling", "N", values.whole(1, 1024),
-            lambda c, host: max(1, len(c["cpus"] or host.cpus) // c["tp"]), "Threads of a worker.",
+            lambda c, host: max(1, len(c["cpus"] or host.cpus) // (c["tp"] * c["pp"])), "Threads of a worker.",
             "one a core, shared by the ranks"),
     Setting("lease", "Hand-off", "TIME", values.duration(10**8, 3600 * 10**9), _LEASE_NS,
             "How long a prefill node keeps blocks that nobody renews.", "30s", "lease_ns"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pdbus.bus.ports import is_loopback, is_wildcard, unknown_host
+from pdbus.connector.readable import RANKS_MAX
 
 from .given import Chosen, Given
 from .host import RUN_DIR_CHARS_MAX, Host
@@ -16,6 +17,7 @@ def check(c: Chosen, given: Given, host: Host) -> None:
     _check_bus(c, given)
     _check_http(c, given)
     _check_device(c, given)
+    _check_stages(c, given)
     _check_model(c, given)
     _check_sizes(c, given)
     _check_timers(c, given)
@@ -57,7 +59,7 @@ def _check_http(c: Chosen, given: Given) -> None:
 
 
 def _check_device(c: Chosen, given: Given) -> None:
-    device, ranks = c["device"], c["tp"]
+    device, ranks = c["device"], c["tp"] * c["pp"]
     if device != "cpu" and c["kv_buffer_device"] == "device":
         raise given.error(f"NIXL cannot address the memory of {device} here: give cpu", "kv_buffer_device", "device")
     if not is_cpu(c) and c["engine"] == "coded":
@@ -65,6 +67,18 @@ def _check_device(c: Chosen, given: Given) -> None:
     if ":" in device and ranks > 1:
         kind = device.partition(":")[0]
         raise given.error(f"{device} is one device for {ranks} ranks: give {kind}, and each takes its own", "device")
+
+
+def _check_stages(c: Chosen, given: Given) -> None:
+    stages, ranks = c["pp"], c["tp"] * c["pp"]
+    if stages == 1:
+        return
+    if c["role"] != "prefill":
+        raise given.error(f"{stages} stages can prefill, not decode: give --role prefill with it, or 1", "pp")
+    if c["speculate"]:
+        raise given.error("the stages of a prefill node draft nothing: give 0, or --pp 1", "speculate")
+    if ranks > RANKS_MAX:
+        raise given.error(f"{stages} stages of {c['tp']} ranks are more than {RANKS_MAX} ranks", "pp")
 
 
 def _check_model(c: Chosen, given: Given) -> None:

@@ -70,8 +70,8 @@ def run_node(config: NodeConfig) -> int:
 
 
 async def _run(config: NodeConfig, setup: Setup) -> int:
-    check_available(setup.geometry.tp * (setup.slab_bytes + setup.device_bytes))
-    slabs = [Slab.create(setup.slab_bytes) for _ in range(setup.geometry.tp)]
+    check_available(sum(setup.slab_bytes) + setup.device_bytes)
+    slabs = [Slab.create(size) for size in setup.slab_bytes]
     directory = RunDirectory(config.run_dir)
     try:
         control = Control(config, setup, slabs, directory.path)
@@ -157,7 +157,7 @@ class Control:
             "model %s, %d KV blocks of %d tokens, at most %d tokens a request",
             self.setup.model, self.setup.blocks, self.config.block_size, self.setup.max_model_len,
         )  # fmt: skip
-        if (ranks := self.setup.geometry.tp) > 1:
+        if (ranks := self.setup.geometry.ranks) > 1:
             log.info("%d ranks, a worker and a mover each", ranks)
         for address in self.config.join:
             self.post(ev.JoinAsked(address=address))

@@ -6,7 +6,7 @@ from pdbus import __version__
 from pdbus.bus.members import MembershipConfig
 from pdbus.bus.messages import Hello
 from pdbus.connector.handoff import HandoffConfig
-from pdbus.connector.layout import rank_block_bytes
+from pdbus.connector.layout import node_block_bytes
 
 from .config import NodeConfig
 from .core import CoreConfig
@@ -21,7 +21,7 @@ def core_config(c: NodeConfig, s: Setup, incarnation: bytes) -> CoreConfig:
         decodes=c.role != "prefill",
         blocks=s.blocks,
         block_size=s.geometry.block_size,
-        block_bytes=s.geometry.tp * rank_block_bytes(s.geometry),
+        block_bytes=node_block_bytes(s.geometry),
         max_model_len=s.max_model_len,
         limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
         running_max=c.max_running,

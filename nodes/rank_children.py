@@ -9,7 +9,7 @@ from pathlib import Path
 from pdbus.bus.messages import Agent
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoverJoin, MoversReady, WorkerJoin
-from pdbus.connector.layout import layout_of
+from pdbus.connector.layout import layers_of, layout_of
 from pdbus.connector.managed import Managed, agent_of
 from pdbus.connector.process import Exit, nixl_environment
 from pdbus.connector.slab import Slab
@@ -48,8 +48,9 @@ def workers(
             rank=rank,
         )
 
-    copies = max(1, setup.geometry.tp // setup.geometry.kv_heads)
-    join = partial(WorkerJoin, copies=copies)
+    shape = setup.geometry
+    stages = tuple(len(layers_of(shape.layers, shape.pp, stage)) for stage in range(shape.pp))
+    join = partial(WorkerJoin, copies=max(1, shape.tp // shape.kv_heads), stages=stages)
     return Ranks(len(slabs), make, join, on_message=on_message, on_exit=on_exit)
 
 

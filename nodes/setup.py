@@ -9,7 +9,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import Declared, replace
 from pdbus.connector.ipc import WorkerArgs
-from pdbus.connector.layout import geometry_for, layout_of, rank_block_bytes
+from pdbus.connector.layout import geometry_for, layout_of, node_block_bytes
 from pdbus.connector.scratch import scratch_bytes
 
 from .config import NodeConfig
@@ -30,9 +30,9 @@ class Setup(Declared):
     max_model_len: int
     vocab_size: int
     blocks: int
-    slab_bytes: int  # of a rank: its KV and, if it reads any, scratch where what lies in another order is permuted
+    slab_bytes: tuple[int, ...]  # by rank: its KV and, if it reads any, scratch where another order is permuted
     draft_folder: str = ""  # "": no draft model
-    device_bytes: int = 0  # of a rank: its KV once more, where the slab is but a mirror of it
+    device_bytes: int = 0  # of all ranks: their KV once more, where slabs are but mirrors of it
 
 
 def set_up(config: NodeConfig) -> Setup:
@@ -44,7 +44,7 @@ def set_up(config: NodeConfig) -> Setup:
     if config.engine == "torch":
         check_ipex()
     if config.device not in ("cpu", "fake"):
-        _check_there(device_of_rank(config, config.tp - 1))
+        _check_there(device_of_rank(config, config.tp * config.pp - 1))
     return _coded(config) if config.engine == "coded" else _torch(config)
 
 
@@ -65,7 +65,7 @@ def _check_there(device: str) -> None:
 
 def device_of_rank(config: NodeConfig, rank: int) -> str:
     """Each rank has a device of its own; on a CPU, cores of one."""
-    alone = config.tp == 1 or config.device in ("cpu", "fake")
+    alone = config.tp * config.pp == 1 or config.device in ("cpu", "fake")
     return config.device if alone else f"{config.device}:{rank}"
 
 
@@ -127,14 +127,15 @@ def _geometry(
     config: NodeConfig, layers: int, kv_heads: int, head_dim: int, kv_parts: int = 2, names: tuple[str, ...] = ()
 ) -> Geometry:
     made = geometry_for(layers, kv_heads, head_dim, config.block_size, config.dtype, kv_parts)
-    geometry = replace(made, layout=config.kv_layout, tp=config.tp, layer_names=names)
+    geometry = replace(made, layout=config.kv_layout, tp=config.tp, pp=config.pp, layer_names=names)
     layout_of(geometry, 1)
     return geometry
 
 
-def _slab_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> int:
-    layout = layout_of(geometry, blocks)
-    return layout.region_bytes + (0 if config.role == "prefill" else scratch_bytes(layout))
+def _slab_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> tuple[int, ...]:
+    reads = config.role != "prefill"
+    layouts = [layout_of(geometry, blocks, rank) for rank in range(geometry.ranks)]
+    return tuple(layout.region_bytes + (scratch_bytes(layout) if reads else 0) for layout in layouts)
 
 
 def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
@@ -151,7 +152,7 @@ def _model_len(config: NodeConfig, own_limit: int, blocks: int) -> int:
 
 def _blocks(config: NodeConfig, geometry: Geometry) -> int:
     """Ranks share the memory: each holds its part of every block."""
-    block_bytes = geometry.tp * rank_block_bytes(geometry)
+    block_bytes = node_block_bytes(geometry)
     blocks = config.kv_blocks or min(config.kv_memory_bytes // block_bytes, BLOCKS_MAX)
     if blocks < 2:
         raise ConfigError(
@@ -161,7 +162,7 @@ def _blocks(config: NodeConfig, geometry: Geometry) -> int:
 
 
 def _device_bytes(config: NodeConfig, geometry: Geometry, blocks: int) -> int:
-    return layout_of(geometry, blocks).region_bytes if config.kv_buffer_device == "cpu" else 0
+    return blocks * node_block_bytes(geometry) if config.kv_buffer_device == "cpu" else 0
 
 
 def worker_args(config: NodeConfig, setup: Setup, slab_path: str, slab_bytes: int, rank: int) -> WorkerArgs:

@@ -17,7 +17,7 @@ from pdbus.bus.errors import ConfigError
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import Declared
 
-from ..layout import DTYPE_BYTES, geometry_for, rank_block_bytes
+from ..layout import DTYPE_BYTES, geometry_for, node_block_bytes
 
 VERSIONS = ((0, 32), (0, 33))  # from, and below: the connector's interface is experimental, and changes
 EDGE_BYTES = 1 << 20  # of a weights file that go into the fingerprint, at each end
@@ -56,10 +56,10 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
     if dtype not in DTYPE_BYTES:
         raise ConfigError("--kv-cache-dtype", f"{dtype} is none of {', '.join(DTYPE_BYTES)}")
     geometry = geometry_for(len(layers), spec.num_kv_heads, spec.head_size, spec.block_size, dtype)
-    if rank_block_bytes(geometry) != len(layers) * spec.page_size_bytes:
+    if node_block_bytes(geometry) != len(layers) * spec.page_size_bytes:
         raise ConfigError(
             "--kv-cache-dtype",
-            f"a block takes {spec.page_size_bytes} bytes of a layer, not {rank_block_bytes(geometry) // len(layers)}: "
+            f"a block takes {spec.page_size_bytes} bytes of a layer, not {node_block_bytes(geometry) // len(layers)}: "
             "quantized and packed caches are not supported in this version",
         )
     model = vllm_config.model_config

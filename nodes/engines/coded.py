@@ -20,8 +20,8 @@ has three tokens of answer and then the end.
 
 The engine knows nothing of who wrote a block: whatever it reads for a sampled row is compared with the code.
 
-One rank of several holds the cells of its heads alone, and takes those of the others as the code says. So all ranks
-choose the token of one that holds all heads, as long as every cell that any of them reads is right.
+One rank of several holds the cells of its layers and heads alone, and takes those of the others as the code says. So
+all ranks choose the token of one that holds all, as long as every cell that any of them reads is right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdbus.bus.errors import ConfigError, LocalProtocolError
 from pdbus.bus.messages import Geometry, KVLayout, Sampling, TokenLogprob
 from pdbus.bus.wire import unpack_u32
 from pdbus.connector.ipc import RowResult, StepRow, WorkerArgs
-from pdbus.connector.layout import DTYPE_BYTES, geometry_for, layout_of, row_bytes
+from pdbus.connector.layout import DTYPE_BYTES, geometry_for, layers_of, layout_of, row_bytes
 from pdbus.nodes.kv_view import Bytes, view_of
 
 U64 = NDArray[np.uint64]
@@ -198,7 +198,9 @@ class CodedEngine:
             problem = f"{args.blocks} blocks take {self._layout.region_bytes} bytes, but the slab has {held}"
             raise ConfigError("--kv-blocks", problem)
         self._slab = view_of(memory, self._layout)
-        self._heads = slice(self._layout.heads[0], self._layout.heads[-1] + 1)
+        layers = layers_of(self.geometry.layers, self.geometry.pp, args.rank // self.geometry.tp)
+        heads = self._layout.heads
+        self._held = np.s_[:, layers.start : layers.stop, :, heads[0] : heads[-1] + 1]
         self._sequences: dict[int, _Sequence] = {}
 
     def open(self, seq: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -243,7 +245,7 @@ class CodedEngine:
         end, size = row.start + row.count, self.geometry.block_size
         positions = np.arange(row.start, end)
         blocks = np.asarray(sequence.table, dtype=np.intp)[positions // size]
-        self._slab[blocks, :, :, :, positions % size] = sequence.code(end)[row.start :, :, :, self._heads]
+        self._slab[blocks, :, :, :, positions % size] = sequence.code(end)[row.start :][self._held]
 
     def _check(self, row: StepRow, sequence: _Sequence) -> None:
         end, known, table = row.start + row.count, len(sequence.tokens), sequence.table
@@ -266,7 +268,7 @@ class CodedEngine:
         sequence = self._sequence(row.seq)
         end = row.start + row.count
         read, code = read_cells(self._slab, sequence.table, end), sequence.code(end)
-        wrong = first_wrong(self._layout, sequence.table, read, code[:, :, :, self._heads])
+        wrong = first_wrong(self._layout, sequence.table, read, code[self._held])
         if self._skip_sampling:
             return RowResult(seq=row.seq, wrong_kv=wrong)
         token = EOS_ID if sequence.asks_end() else self._choose(read, code, sequence.sampling)
@@ -276,11 +278,11 @@ class CodedEngine:
         return RowResult(seq=row.seq, token=token, logprob=logprob, wrong_kv=wrong)
 
     def _choose(self, read: Bytes, code: Bytes, sampling: Sampling) -> int:
-        """By what was read of our heads, and the code of the others'."""
+        """By what was read of what we hold, and the code of the rest."""
         if read.shape == code.shape:
             return choose(read, sampling, self.vocab_size)
         whole = code.copy()
-        whole[:, :, :, self._heads] = read
+        whole[self._held] = read
         return choose(whole, sampling, self.vocab_size)
 
     def _simulate(self, until_ns: int) -> None:

@@ -31,6 +31,7 @@ from .group import meet
 from .invariant import ROWS
 from .linear import LinearMaker
 from .sampling import Draw, Drawn, sample, scored
+from .stage import joined
 from .torch_device import KINDS, check_there, check_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,7 +109,7 @@ class TorchEngine:
         model = resolve_model(args.model)
         self._config, self._rank = model.config, args.rank
         self._deterministic, self._pad_to = args.deterministic, ROWS if args.deterministic else 1
-        group = meet(args)
+        group, self._stage = meet(args)
         self._max_positions = _check_lengths(args, model.config)
         self._speculate, self._drafting = args.speculate, args.speculate_method == "mtp"
         draft, fit = resolve_draft(args.draft_model, model) if args.draft_model else (None, None)
@@ -119,10 +120,10 @@ class TorchEngine:
             flat = _as_tensor(memory, self._layout, self._device, self._dtype)
             self._cache = KVCache(flat, self._layout)
             weights = load_weights(
-                model.folder, model.config, self._dtype, str(self._device), make, group,
+                model.folder, model.config, self._dtype, str(self._device), make, group, self._stage,
                 pad_to=self._pad_to, drafting=self._drafting,
             )  # fmt: skip
-            self._decoder = Decoder(model.config, weights, self._max_positions)
+            self._decoder = Decoder(model.config, weights, self._max_positions, self._stage)
             self._draft_model = None
             if draft and fit:
                 weights = load_weights(
@@ -256,6 +257,13 @@ class TorchEngine:
 
     def _forward(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Computed:
         """Of the packed spans. `known`: the token ids of each one's sequence."""
+        parts = self._stage.parts(spans)
+        if len(parts) == 1:
+            return self._part(known, spans, cache)
+        logits = [self._part([known[i] for i, _ in part], [s for _, s in part], cache).logits for part in parts]
+        return Computed(joined(logits, parts))
+
+    def _part(self, known: Sequence[array[int]], spans: Sequence[Span], cache: KVCache) -> Computed:
         tokens = [ids[p.start : p.end] for ids, p in zip(known, spans, strict=True)]
         return self._decoder.forward(self._ids(tokens), self._positions(spans), self._plan(spans, cache), cache)
 
@@ -373,8 +381,9 @@ class TorchEngine:
         for start, end in ((0, count), (count, count + 1)):
             span = Span(start, end - start, np.arange(blocks, dtype=np.int64), wanted=1)
             logits, hidden = self._forward([tokens], [span], cache)
-            assert logits is not None
-            self._check_finite(logits)
+            if self._stage.is_last:
+                assert logits is not None
+                self._check_finite(logits)
             if hidden is not None:
                 drafts = self._draft_logits([tokens], [span], hidden, cache)
                 assert drafts is not None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdbus.nodes.engines.attention import KVCache, Plan
 from pdbus.nodes.engines.linear import Linear
+from pdbus.nodes.engines.stage import Stage
 
 from .config import ModelConfig
 from .rotary import rotary_tables
@@ -57,10 +58,12 @@ class DraftLayer:
 
 @dataclass(frozen=True)
 class Weights:
-    embed: Tensor  # [vocab, hidden], of the type it is stored in
-    layers: tuple[Layer, ...]
-    norm: RmsNorm  # of the type that is computed with
-    head: Linear  # vocab
+    """A stage's: None is what others have."""
+
+    embed: Tensor | None  # [vocab, hidden], of the type it is stored in
+    layers: tuple[Layer, ...]  # norms of the type that is computed with
+    norm: RmsNorm | None
+    head: Linear | None  # vocab
     draft: DraftLayer | None = None
 
 
@@ -73,12 +76,14 @@ class Computed(NamedTuple):
 
 
 class Decoder:
-    """Weights and position tables. `max_positions` in tokens: no row may stand further out."""
+    """Weights and position tables. `max_positions` in tokens: no row may stand further out. One that is a stage of
+    several takes rows from the stage before and gives them to the next; the last one has logits."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, max_positions: int, stage: Stage | None = None) -> None:
         self.weights = weights
-        self._dtype = weights.norm.weight.dtype
-        self._cos, self._sin = rotary_tables(config.rope, config.rotated, max_positions, weights.norm.weight)
+        self._stage = stage or Stage()
+        self._like = weights.layers[0].input_norm.weight  # [hidden]
+        self._cos, self._sin = rotary_tables(config.rope, config.rotated, max_positions, self._like)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Plan, cache: KVCache) -> Computed:
         """Write the KV of all rows, but that of the draft layer.
@@ -90,13 +95,17 @@ class Decoder:
     def forward_in(self, tokens: Tensor, positions: Tensor, places: Sequence[tuple[Plan, KVCache]]) -> Computed:
         """The same where the KV of each layer lies in another place than that of its neighbours: layers take turns
         with `places`, whose plans are of the same spans."""
-        x: Tensor | None = self._embedded(tokens)
+        stage = self._stage
+        x: Tensor | None = self._embedded(tokens) if stage.is_first else stage.take(self._rows(tokens))
         steps = [self._step(positions, plan, cache) for plan, cache in places]
         plan = places[0][0]
         for i, layer in enumerate(self.weights.layers):
             assert x is not None  # only the last layer ends without rows
             x = layer(x, steps[i % len(steps)])
         if x is None:
+            return Computed(None)
+        if self.weights.norm is None or self.weights.head is None:
+            stage.give(x)
             return Computed(None)
         hidden = self.weights.norm(x)
         if self.weights.draft is None:
@@ -109,14 +118,18 @@ class Decoder:
 
         `hidden` [T, hidden] are of `positions`, `tokens` [T] follow there, and logits are of what comes after these.
         """
-        draft = self.weights.draft
-        assert draft is not None
+        draft, head = self.weights.draft, self.weights.head
+        assert draft is not None and head is not None
         rows = torch.cat([draft.token_norm(self._embedded(tokens)), draft.hidden_norm(hidden)], -1)
         x = draft.layer(draft.join(rows), self._step(positions, plan, cache))
-        return None if x is None else self.weights.head(draft.norm(x))
+        return None if x is None else head(draft.norm(x))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.weights.embed.index_select(0, tokens).to(self._dtype)
+        assert self.weights.embed is not None
+        return self.weights.embed.index_select(0, tokens).to(self._like)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return self._like.new_empty(len(tokens), len(self._like))
 
     def _step(self, positions: Tensor, plan: Plan, cache: KVCache) -> Step:
         return Step(plan, cache, (self._cos.index_select(0, positions), self._sin.index_select(0, positions)))

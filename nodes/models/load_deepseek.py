@@ -23,7 +23,7 @@ NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
 
 def load_latent(
-    source: Source, prefix: str, index: int, config: ModelConfig, group: Group, is_last: bool
+    source: Source, prefix: str, place: int, config: ModelConfig, group: Group, is_last: bool
 ) -> LatentAttention:
     sizes = config.latent
     assert sizes is not None
@@ -32,7 +32,7 @@ def load_latent(
     both = source.part(name)
     keys, values = torch.split(both.view(heads, -1, sizes.rank), [sizes.nope, sizes.value], 1)
     return LatentAttention(
-        layer=index,
+        layer=place,
         heads=heads,
         sizes=sizes,
         scale=(sizes.nope + sizes.rope) ** -0.5 * config.rope.score_factor,

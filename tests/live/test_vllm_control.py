@@ -20,7 +20,7 @@ from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.messages import LedgerReply
 from pdbus.bus.ports import free_port
-from pdbus.connector.layout import geometry_for, rank_block_bytes
+from pdbus.connector.layout import geometry_for, node_block_bytes
 from pdbus.connector.slab import Slab
 from pdbus.connector.vllm.control import Control
 from pdbus.connector.vllm.events import KvWanted, PromptCame, PromptSaved, RequestLeft
@@ -33,7 +33,7 @@ from tests.key_folders import key_folder, listens
 
 pytestmark = pytest.mark.live
 GEOMETRY = geometry_for(3, 2, 32, 32, "float32")
-BLOCK_BYTES = rank_block_bytes(GEOMETRY)
+BLOCK_BYTES = node_block_bytes(GEOMETRY)
 SHAPE = KvShape(
     geometry=GEOMETRY, page_bytes=BLOCK_BYTES // 3, layers=("0", "1", "2"), fingerprint="w", model="m",
     max_model_len=512,

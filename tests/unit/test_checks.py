@@ -35,7 +35,7 @@ SETUP = Setup(
     max_model_len=64,
     vocab_size=10,
     blocks=32,
-    slab_bytes=0,
+    slab_bytes=(0,),
 )
 TRY = TryId(node="d", incarnation=bytes(16), request=bytes(16), attempt=1)
 LEASE = LeaseId(node="p", incarnation=bytes(16), epoch=1, generation=1)

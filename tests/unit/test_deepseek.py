@@ -185,7 +185,7 @@ def test_a_node_sizes_its_memory_by_latents(v3: Path) -> None:
     """Every rank holds all of them."""
     for tp in ("1", "2"):
         made = set_up(load_settings({"model": str(v3), "tp": tp, "kv_blocks": "10", "role": "prefill"}, host=HOST))
-        assert made.slab_bytes == 10 * 16 * 3 * (32 + 8) * 4
+        assert made.slab_bytes == (10 * 16 * 3 * (32 + 8) * 4,) * int(tp)
         assert made.geometry.kv_parts == 1
 
 

@@ -8,9 +8,9 @@ import xxhash
 
 from pdbus.bus.messages import Geometry
 from pdbus.bus.wire import pack_u32, replace
-from pdbus.connector.ipc import KvDigested, StepRow
+from pdbus.connector.ipc import KvDigested, RowResult, StepDone, StepRow
 from pdbus.connector.joins import WorkerJoin
-from pdbus.connector.layout import blocks_for, geometry_for, layout_of
+from pdbus.connector.layout import blocks_for, geometry_for, layers_of, layout_of
 from pdbus.nodes.digests import KvDigests
 from pdbus.nodes.engines.coded import coded_cells
 from pdbus.nodes.events import CheckKv
@@ -98,6 +98,29 @@ def test_a_copy_of_a_head_that_differs_is_noticed() -> None:
     for rank in range(8):
         said += join.hear(rank, KvDigested(check=1, digests=ranks[rank].of()))
     assert said[0].digests != Rank(MODEL).of()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 1), (2, 2), (2, 8)])
+@pytest.mark.parametrize("chunks", [[45], [20, 25]])
+def test_those_of_stages_with_layers_of_their_own_are_put_together_block_by_block(
+    pp: int, tp: int, chunks: list[int]
+) -> None:
+    """Three layers in shares of 2 and 1, or of one each; with 8 ranks there are copies of the heads."""
+    geometry = replace(MODEL, pp=pp, tp=tp)
+    stages = [len(layers_of(3, pp, stage)) for stage in range(pp)]
+    join, made, start = WorkerJoin(geometry.ranks, max(1, tp // 4), stages), b"", 0
+    ranks = [Rank(geometry, rank) for rank in range(geometry.ranks)]
+    for rank in ranks:
+        rank.digests.open(1, 0, len(TOKENS))
+    for chunk in chunks:
+        row = StepRow(seq=1, start=start, count=chunk, new_blocks=b"" if start else pack_u32(ranks[0].table))
+        start += chunk
+        for number, rank in enumerate(ranks):
+            rows = (RowResult(seq=1, digests=rank.digests.stepped([row])[1]),)
+            for done in join.hear(number, StepDone(step=start, rows=rows, compute_ns=1)):
+                assert isinstance(done, StepDone)
+                made += done.rows[0].digests
+    assert made == Rank(MODEL).of()
 
 
 def test_what_stands_behind_the_prompt_does_not_matter() -> None:

@@ -90,6 +90,30 @@ def test_ranks_that_sample_different_tokens_have_gone_apart() -> None:
     assert done.rows[0].wrong_kv == "rank 1 sampled token 6, rank 0 token 5"  # type: ignore[union-attr]
 
 
+def test_what_is_sampled_is_what_the_last_stage_samples() -> None:
+    join = WorkerJoin(4, stages=(3, 2))
+    for rank, token in enumerate((-1, -1, 5)):
+        join.hear(rank, step(token))
+    (done,) = join.hear(3, step(5))
+    assert done.rows[0] == RowResult(seq=1, token=5)  # type: ignore[union-attr]
+
+
+def test_wrong_kv_of_any_stage_counts() -> None:
+    join = WorkerJoin(2, stages=(3, 2))
+    join.hear(1, step(5))
+    (done,) = join.hear(0, step(-1, "block 3 layer 0"))
+    row = done.rows[0]  # type: ignore[union-attr]
+    assert (row.token, row.wrong_kv) == (5, "rank 0: block 3 layer 0")
+
+
+def test_ranks_of_the_last_stage_that_sample_different_tokens_have_gone_apart() -> None:
+    join = WorkerJoin(4, stages=(1, 1))
+    for rank, token in enumerate((-1, -1, 5)):
+        join.hear(rank, step(token))
+    (done,) = join.hear(3, step(6))
+    assert done.rows[0].wrong_kv == "rank 3 sampled token 6, rank 2 token 5"  # type: ignore[union-attr]
+
+
 def test_a_copy_has_ended_when_the_last_rank_has_passed_its_fence() -> None:
     join = WorkerJoin(2)
     assert list(join.hear(0, Copied(copy=3, bytes=64, copy_ns=5, in_step=True))) == []

@@ -5,8 +5,9 @@ Everything between the two engines is real but the network: the mover reads over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.rank_threads import Meeting
 from tests.torch_models import Walk, load, prompt_of, run
 from tests.unit.test_layout_grid import BLOCKS, HandOff, through_loopback
 
+T = TypeVar("T")
 VOCAB, LENGTH, TOKENS = 384, 37, 12
 THERE, HERE = [5, 2, 3], [6, 1, 7, 4]  # block tables of the two nodes
 HELD = (6, 1, 7)  # the decode node's blocks that are read into
@@ -33,29 +35,38 @@ HELD = (6, 1, 7)  # the decode node's blocks that are read into
 class Node:
     """The engines and slabs of a node's ranks, its memory full of NaN."""
 
-    def __init__(self, args: WorkerArgs, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.geometry = replace(args.geometry, tp=tp)
+    def __init__(self, args: WorkerArgs, tp: int, monkeypatch: pytest.MonkeyPatch, pp: int = 1) -> None:
+        self.geometry = replace(args.geometry, tp=tp, pp=pp)
         self.layouts = layouts_of(self.geometry, BLOCKS)
         self.memory = [torch.full((layout.region_bytes // 4,), torch.nan) for layout in self.layouts]
-        self._ranks = Meeting(tp)
-        monkeypatch.setattr(torch_engine, "meet", self._ranks.group)
+        self._ranks = Meeting(tp, pp)
+        monkeypatch.setattr(torch_engine, "meet", self._ranks.meet)
         args = replace(args, geometry=self.geometry, blocks=BLOCKS)
-        self._engines = self._ranks.run(lambda rank: TorchEngine(replace(args, rank=rank), self.memory[rank]))
+        self.engines = self._ranks.run(lambda rank: TorchEngine(replace(args, rank=rank), self.memory[rank]))
 
     def open(
         self, prompt: Sequence[int], forced: Sequence[int] = (), draft: int = -1, sampling: Sampling | None = None
     ) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.open(1, prompt, sampling or Sampling())
             engine.force(1, forced, draft)
 
     def step(self, start: int, count: int, blocks: Sequence[int], *, sample: bool = True) -> RowResult:
-        """What all ranks sample alike."""
+        """What all ranks of the last stage sample alike."""
         row = StepRow(seq=1, start=start, count=count, new_blocks=pack_u32(blocks), sample=sample)
-        first, *others = (results[0] for results in self._ranks.run(lambda rank: self._engines[rank].step([row])))
+        results = [some[0] for some in self.run(lambda engine: engine.step([row]))]
+        first, *others = results[-self.geometry.tp :]
         for other in others:
             assert (other.token, other.draft, len(other.more)) == (first.token, first.draft, len(first.more))
         return first
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close(1)
+
+    def run(self, work: Callable[[TorchEngine], T]) -> list[T]:
+        """What all ranks' engines make of it, at once."""
+        return self._ranks.run(lambda rank: work(self.engines[rank]))
 
     def bytes(self, rank: int) -> memoryview:
         return memoryview(self.memory[rank].numpy()).cast("B")
@@ -63,7 +74,7 @@ class Node:
 
 def read(prefill: Node, decode: Node) -> None:
     """All KV of a prompt of LENGTH tokens, by every rank."""
-    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(prefill.geometry.tp)]
+    owned = [np.frombuffer(prefill.bytes(rank), np.uint8) for rank in range(prefill.geometry.ranks)]
     for rank, layout in enumerate(decode.layouts):
         ended = through_loopback(
             HandOff(prefill.geometry, owned, layout, rank, decode.bytes(rank), 0, LENGTH, tuple(THERE), HELD)
