@@ -261,7 +261,7 @@ class Control:
             return self._publisher.snapshot(received.message)
         shape = self._shape
         more = {
-            "model": shape.model, "max_model_len": shape.max_model_len, "block_bytes": rank_block_bytes(shape.geometry),
+            "model": shape.model, "max_model_len": shape.max_model_len, "block_bytes": node_block_bytes(shape.geometry),
             "address": self.address, "pids": {"control": os.getpid(), "mover": self._mover.pid},
         }  # fmt: skip
         with self._lock:
