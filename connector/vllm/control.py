@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -23,7 +24,7 @@ from pdbus.bus.errors import Broken, ConfigError, PdError
 from pdbus.bus.keyring import Keyring, node_keyring
 from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Hello
+from pdbus.bus.messages import EventsSnapshot, Hello, Message
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import pack_u32
 
@@ -43,6 +44,7 @@ from .core import PairConfig, PairCore
 from .events import EngineEvent
 from .model import KvShape
 from .recording import recorder
+from .report import answer_to
 from .settings import MIB, WHERE, Settings
 from .wants import Want
 
@@ -246,7 +248,24 @@ class Control:
     def _on_message(self, received: Received) -> None:
         if self._keys is not None:
             received = self._keys.heard(received)
+        answer = self._answer_to(received)
+        if answer is not None:
+            header = received.header
+            self._endpoint.send(received.link, answer, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+            return
         self.tell(ev.MessageCame(link=received.link, header=received.header, message=received.message))
+
+    def _answer_to(self, received: Received) -> Message | None:
+        """What a tool is told. Raises RequestError."""
+        if isinstance(received.message, EventsSnapshot):
+            return self._publisher.snapshot(received.message)
+        shape = self._shape
+        more = {
+            "model": shape.model, "max_model_len": shape.max_model_len, "block_bytes": node_block_bytes(shape.geometry),
+            "address": self.address, "pids": {"control": os.getpid(), "mover": self._mover.pid},
+        }  # fmt: skip
+        with self._lock:
+            return answer_to(received.message, self._core, more) if self._core is not None else None
 
     def _drain(self) -> None:
         """Do what was decided, in order; what that leads to comes behind it."""

@@ -3,6 +3,7 @@ slab are found in the other."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -10,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from pdbus.bus.errors import ConfigError
+from pdbus.bus.client import Client
+from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.messages import LedgerReply
 from pdbus.bus.ports import free_port
 from pdbus.connector.layout import geometry_for, node_block_bytes
 from pdbus.connector.slab import Slab
@@ -110,6 +113,38 @@ def two() -> Iterator[Two]:
 
 def test_bytes_arrive_as_they_were(two: Two) -> None:
     assert two.handed_over()
+
+
+def test_a_tool_is_told_how_a_server_stands(two: Two) -> None:
+    """`pd status` and `pd status --ledger`, while a prompt waits for its reader and after."""
+    pair = secrets.token_bytes(16)
+    two.came("kept", pair)
+    said, _ = told(two.p)
+    assert (said["name"], said["role"], said["engine"], said["ready"]) == ("vllm-prefill", "prefill", "vllm", True)
+    assert [(p["name"], p["state"]) for p in said["peers"]] == [("vllm-decode", "up")]
+    (kept,) = [r for r in said["requests"] if r["vllm_request"] == "kept"]
+    assert (kept["state"], kept["prompt_tokens"]) == ("computed", TOKENS)
+    assert pair.hex() not in str(said) and said["pids"]["mover"] == two.p.mover_pid
+    assert told(two.d)[0]["ready"]
+    two.p.tell(RequestLeft(request="kept"))
+    until(lambda: told(two.p)[1].clean and told(two.d)[1].clean)
+
+
+def test_what_only_a_node_does_is_refused_in_words(two: Two) -> None:
+    async def ask() -> None:
+        async with Client(two.d.address) as client:
+            await client.connect(["tcp://127.0.0.1:1"])
+
+    with pytest.raises(RequestError, match="vllm-decode is a vLLM server: it does not take connect"):
+        asyncio.run(ask())
+
+
+def told(control: Control) -> tuple[dict[str, Any], LedgerReply]:
+    async def ask() -> tuple[dict[str, Any], LedgerReply]:
+        async with Client(control.address) as client:
+            return await client.status(), await client.ledger()
+
+    return asyncio.run(ask())
 
 
 @pytest.mark.long
