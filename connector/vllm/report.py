@@ -23,6 +23,7 @@ from pdbus.bus.messages import (
     Status,
     StatusReply,
 )
+from pdbus.bus.wire import to_plain
 
 from .core import PairCore
 from .shelf import Prompt
@@ -86,13 +87,7 @@ def ledger(core: PairCore) -> tuple[bool, dict[str, Any]]:
     """Every block of the slab; clean when nothing is handed over, nor kept for a reader."""
     counts = core.pool.counts()
     table = {
-        "blocks": {
-            "total": counts.total,
-            "free": counts.free,
-            "cached": counts.cached,
-            "in_use": counts.in_use,
-            "quarantined": counts.quarantined,
-        },
+        "blocks": to_plain(counts),
         "leases": core.offers.held(),
         "reads": len(core.fetches.transfers),
         "requests": len(core.shelf) + len(core.wants),
