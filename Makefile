@@ -41,7 +41,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # decisions first; then real clusters, those of two files at a time
 test: $(READY)
-	$(BIN)/pytest -q -m "not long" -n 2 $(PURE)
+	$(BIN)/pytest -q -m "not long" -n 2 --hypothesis-profile=same $(PURE)
 	$(BIN)/pytest -q -m "not long" $(TWO_FILES) $(LIVE) $(addprefix --ignore=,$(OF_DEFAULT_PORTS))
 	$(BIN)/pytest -q -m "not long" $(OF_DEFAULT_PORTS)
 

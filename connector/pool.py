@@ -47,11 +47,11 @@ class BlockState(StrEnum):
 class PoolCounts(Declared):
     """In blocks. free + cached + in_use + quarantined = total."""
 
+    total: int
     free: int
     cached: int
     in_use: int
     quarantined: int
-    total: int
 
 
 class CacheEvent(Declared, tag_field="t", tag=True):

@@ -8,6 +8,7 @@ from typing import Any
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
 from pdbus.bus.messages import Outcome
+from pdbus.bus.wire import to_plain
 
 from .circuits import CircuitState
 from .core import NodeCore
@@ -26,13 +27,7 @@ def ledger(core: NodeCore) -> tuple[bool, dict[str, Any]]:
     """Every block and lease accounted for; clean when nothing but free and cached blocks is left."""
     counts = core.pool.counts()
     table = {
-        "blocks": {
-            "total": counts.total,
-            "free": counts.free,
-            "cached": counts.cached,
-            "in_use": counts.in_use,
-            "quarantined": counts.quarantined,
-        },
+        "blocks": to_plain(counts),
         "leases": core.offers.held(),
         "reads": len(core.fetches.transfers),
         "copies": len(core.staging),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -24,7 +25,7 @@ from pdbus.bus.errors import Broken, ConfigError, PdError
 from pdbus.bus.keyring import Keyring, node_keyring
 from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import Hello, KVLayout
+from pdbus.bus.messages import EventsSnapshot, Hello, KVLayout, Message
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import pack_u32
 
@@ -46,6 +47,7 @@ from .core import PairConfig, PairCore
 from .events import EngineEvent
 from .model import KvShape
 from .recording import recorder
+from .report import answer_to
 from .settings import MIB, WHERE, Settings
 from .wants import Want
 
@@ -57,7 +59,8 @@ STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is ha
 RESTART_WAIT_S = 0.1
 RENEWALS = 6  # in a lease's time, as on a node: some may be lost
 TICK_MIN_S = 0.001
-REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV
+REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV; new ones wait until it ends
+REST_MAX_S = 0.1  # as waiting goes on: after each rest all workers step for nothing, and take cores that others need
 
 log = logging.getLogger("vllm.pdbus")
 
@@ -88,6 +91,7 @@ class Control:
         self._effects: deque[ev.NodeEffect] = deque()
         self._draining = False
         self._settled = threading.Event()  # since the last rest, for some request
+        self._rest_s = REST_S
         self._bound = threading.Event()
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="pdbus", daemon=True)
@@ -142,9 +146,10 @@ class Control:
             return self._core.want(request) if self._core is not None else None
 
     def rest(self) -> None:
-        """Wait a little, or until some KV is there or will not come."""
-        self._settled.wait(REST_S)
+        """Wait until some KV is there or will not come, or for about as long as it has been awaited."""
+        settled = self._settled.wait(self._rest_s)
         self._settled.clear()
+        self._rest_s = REST_S if settled else min(2 * self._rest_s, REST_MAX_S)
 
     @property
     def mover_pids(self) -> tuple[int, ...]:
@@ -254,7 +259,25 @@ class Control:
     def _on_message(self, received: Received) -> None:
         if self._keys is not None:
             received = self._keys.heard(received)
+        answer = self._answer_to(received)
+        if answer is not None:
+            header = received.header
+            self._endpoint.send(received.link, answer, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+            return
         self.tell(ev.MessageCame(link=received.link, header=received.header, message=received.message))
+
+    def _answer_to(self, received: Received) -> Message | None:
+        """What a tool is told. Raises RequestError."""
+        if isinstance(received.message, EventsSnapshot):
+            return self._publisher.snapshot(received.message)
+        shape = self._shape
+        more = {
+            "model": shape.model, "max_model_len": shape.max_model_len, "block_bytes": node_block_bytes(shape.geometry),
+            "address": self.address, "pids": {"control": os.getpid(), "mover": self._mover.pids[0]},
+            "ranks": [{"mover": pid} for pid in self._mover.pids],
+        }  # fmt: skip
+        with self._lock:
+            return answer_to(received.message, self._core, more) if self._core is not None else None
 
     def _drain(self) -> None:
         """Do what was decided, in order; what that leads to comes behind it."""

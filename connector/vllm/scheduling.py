@@ -30,7 +30,7 @@ class Door(Protocol):
     def want(self, request: str) -> Want | None: ...
 
     def rest(self) -> None:
-        """Wait a little, or until some KV is there or will not come."""
+        """Wait until some KV is there or will not come, or for a while."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ It is the `BlockOwner` of the offering half: a reader's request is given the blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdbus.bus.messages import TryId
@@ -56,6 +56,10 @@ class Shelf:
         prompt = Prompt(request, pair, prompt_tokens, prompt_digest, room.blocks if room else ())
         self._by_pair[pair] = self._by_request[request] = prompt
         return prompt
+
+    def prompts(self) -> Iterable[Prompt]:
+        """All, in the order they came."""
+        return self._by_pair.values()
 
     def of_pair(self, pair: bytes) -> Prompt | None:
         return self._by_pair.get(pair)

@@ -16,7 +16,7 @@ whatever arrives late cannot change it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -77,6 +77,10 @@ class Wants:
 
     def get(self, request: str) -> Want | None:
         return self._wants.get(request)
+
+    def all(self) -> Iterable[Want]:
+        """In the order they came."""
+        return self._wants.values()
 
     def fetching_from(self) -> Mapping[str, int]:
         """How many requests fetch from each prefill node that any fetches from, now."""

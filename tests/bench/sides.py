@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdbus.bus.errors import Broken
-from pdbus.nodes.cluster import Cluster, http_ok, listens
+from pdbus.nodes.cluster import GATEWAY_COMMAND, Cluster, http_ok, listens
 from pdbus.nodes.node_process import NodeProcess, descendants
 
 from ..vllm.servers import free_port
@@ -80,7 +79,7 @@ async def vllm_pdbus(setup: Setup) -> AsyncIterator[Up]:
     ]  # fmt: skip
     prefill, decode = (server.http.rpartition(":")[2] for server in pair)
     words = (
-        sys.executable, "-P", "-m", "pdbus.nodes.gateway", "--vllm", "--http", f"127.0.0.1:{gateway}",
+        *GATEWAY_COMMAND, "--vllm", "--http", f"127.0.0.1:{gateway}",
         "--prefiller-host", "127.0.0.1", "--prefiller-port", prefill,
         "--decoder-host", "127.0.0.1", "--decoder-port", decode,
     )  # fmt: skip

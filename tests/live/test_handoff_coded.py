@@ -109,6 +109,7 @@ def test_a_stop_string_in_the_first_token_ends_the_request_at_once(coded: Live) 
 
 
 def test_the_first_token_is_out_before_the_last_read_is_confirmed(coded: Live, recordings: Path) -> None:
+    coded.check_clean()  # what is confirmed from here on is this request's
     finished = coded.ask(coded.decode, lambda client: answer(client, prompt(300, salt=850), max_tokens=4)).finished
     assert finished.timeline.remote
     (file,) = recordings.glob(f"{coded.decode.name}-*")

@@ -29,8 +29,9 @@ class Ranked(Lone):
     def begin(self, prefill: dict[str, dict[str, Any]], decode: dict[str, dict[str, Any]], **settings: Any) -> None:
         self.oracle = self.start("both", "oracle", **settings)
         self.prefill = [self.start("prefill", name, **{**settings, **more}) for name, more in prefill.items()]
-        join = ",".join(node.address for node in self.prefill)
-        self.decode = [self.start("decode", name, **{**settings, **more}, join=join) for name, more in decode.items()]
+        if self.prefill:
+            settings = {**settings, "join": ",".join(node.address for node in self.prefill)}
+        self.decode = [self.start("decode", name, **{**settings, **more}) for name, more in decode.items()]
         self.ready(*self.nodes)
         for node in self.decode:
             for name in prefill:

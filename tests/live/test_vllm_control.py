@@ -3,23 +3,28 @@ slab are found in the other."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from pdbus.bus.errors import ConfigError
+from pdbus.bus.client import Client
+from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.bus.key_folder import KeyFolder
+from pdbus.bus.messages import LedgerReply
 from pdbus.bus.ports import free_port
 from pdbus.bus.wire import replace
 from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.slab import Slab
+from pdbus.connector.vllm import control as control_module
 from pdbus.connector.vllm.control import Control
 from pdbus.connector.vllm.events import KvWanted, PromptCame, PromptSaved, RequestLeft
 from pdbus.connector.vllm.model import KvShape
@@ -52,7 +57,7 @@ def until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < end
-        time.sleep(0.005)  # as vLLM's own loop does
+        time.sleep(0.005)
 
 
 def shares(control: Control) -> Iterator[tuple[Slab, int, slice]]:
@@ -108,8 +113,9 @@ class Two(NamedTuple):
         self.d.tell(
             KvWanted(request=request, id=number, pair=pair, node="", prompt_tokens=TOKENS, prompt_digest=DIGEST, have=0)
         )
-        until(lambda: (want := self.d.want(request)) is None or want.state is not WantState.FETCHING)
-        want, read = self.d.want(request), None
+        while (want := self.d.want(request)) is not None and want.state is WantState.FETCHING:
+            self.d.rest()  # as vLLM's scheduler does
+        read = None
         assert want is not None
         if want.state is WantState.READY:
             read = taken(self.d, want.blocks)
@@ -156,9 +162,45 @@ def test_bytes_arrive_as_they_were(two: Two) -> None:
     assert two.handed_over()
 
 
-@pytest.mark.long
-def test_a_pair_that_nobody_has_is_given_up(two: Two) -> None:
-    assert two.fetched("lone", secrets.token_bytes(16)) is None
+def test_a_tool_is_told_how_a_server_stands(two: Two) -> None:
+    """`pd status` and `pd status --ledger`, while a prompt waits for its reader and after."""
+    pair = secrets.token_bytes(16)
+    two.came("kept", pair)
+    said, _ = told(two.p)
+    assert (said["name"], said["role"], said["engine"], said["ready"]) == ("vllm-prefill", "prefill", "vllm", True)
+    assert [(p["name"], p["state"]) for p in said["peers"]] == [("vllm-decode", "up")]
+    (kept,) = [r for r in said["requests"] if r["vllm_request"] == "kept"]
+    assert (kept["state"], kept["prompt_tokens"]) == ("computed", TOKENS)
+    assert pair.hex() not in str(said)
+    assert (said["pids"]["mover"], said["ranks"]) == (two.p.mover_pids[0], [{"mover": two.p.mover_pids[0]}])
+    assert told(two.d)[0]["ready"]
+    two.p.tell(RequestLeft(request="kept"))
+    until(lambda: told(two.p)[1].clean and told(two.d)[1].clean)
+
+
+def test_a_rest_ends_when_kv_is_there_or_will_not_come(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("REST_S", "REST_MAX_S"):
+        monkeypatch.setattr(control_module, bound, threading.TIMEOUT_MAX)
+    assert two.handed_over()  # the bound holds from the next rest on
+    assert two.handed_over()
+    assert two.fetched("lone", secrets.token_bytes(16)) is None  # nobody has that pair
+
+
+def test_what_only_a_node_does_is_refused_in_words(two: Two) -> None:
+    async def ask() -> None:
+        async with Client(two.d.address) as client:
+            await client.connect(["tcp://127.0.0.1:1"])
+
+    with pytest.raises(RequestError, match="vllm-decode is a vLLM server: it does not take connect"):
+        asyncio.run(ask())
+
+
+def told(control: Control) -> tuple[dict[str, Any], LedgerReply]:
+    async def ask() -> tuple[dict[str, Any], LedgerReply]:
+        async with Client(control.address) as client:
+            return await client.status(), await client.ledger()
+
+    return asyncio.run(ask())
 
 
 @pytest.mark.long

@@ -84,7 +84,7 @@ picks = st.integers(0, 10)
 seconds = st.sampled_from((0, 0, 0, 0, 1, 3))
 prompts = st.integers(0, 7)
 sometimes = st.integers(0, 9).map(lambda n: n == 0)
-SETTINGS = settings(max_examples=100, stateful_step_count=80, deadline=None)
+SETTINGS = settings(max_examples=100, stateful_step_count=80)
 
 
 def try_id(request: bytes, attempt: int, incarnation: bytes = b"1") -> TryId:

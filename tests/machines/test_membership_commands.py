@@ -127,7 +127,7 @@ trouble = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(commands, trouble), max_size=16))
 def test_the_last_command_holds(steps: list[Step]) -> None:
     """Under whichever of a member's names and addresses it was given; and the member knows it, too."""

@@ -124,7 +124,7 @@ class Watch:
                     assert not isinstance(event, ms.StaleReceived)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(events, st.integers(0, 4)), max_size=40))
 def test_the_kept_deadline_is_the_one_that_a_search_finds(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
     m, now = machine(), 0
@@ -136,7 +136,7 @@ def test_the_kept_deadline_is_the_one_that_a_search_finds(steps: list[tuple[ms.M
         assert kept == m.next_deadline()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(events, st.integers(0, 4)), max_size=40))
 def test_whatever_comes_the_rules_hold(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
     m, watch, now = machine(), Watch(), 0
@@ -153,7 +153,7 @@ def test_whatever_comes_the_rules_hold(steps: list[tuple[ms.MembershipEvent, int
         assert {p.name for p in m.peers()} <= set(watch.up)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(events, st.sampled_from((0, 1, 4, 61, 130))), max_size=25))
 def test_no_tick_leaves_a_deadline_in_the_past(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
     """It would spin, at a full core: after a long pause of ours, say, or when a peer is back after a minute."""
@@ -166,7 +166,7 @@ def test_no_tick_leaves_a_deadline_in_the_past(steps: list[tuple[ms.MembershipEv
         assert due is None or due > now
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(events, max_size=25), events)
 def test_a_rejected_event_changes_nothing(before: list[ms.MembershipEvent], event: ms.MembershipEvent) -> None:
     m = machine()
@@ -180,7 +180,7 @@ def test_a_rejected_event_changes_nothing(before: list[ms.MembershipEvent], even
         assert seen(m) == state
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(events, st.integers(0, 4)), max_size=40))
 def test_the_same_events_give_the_same_effects(steps: list[tuple[ms.MembershipEvent, int]]) -> None:
     """Replay depends on it."""
@@ -199,7 +199,7 @@ faults = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(faults, st.integers(0, 7)), max_size=12))
 def test_once_faults_stop_every_decode_node_finds_every_prefill_node_again(
     steps: list[tuple[tuple[str, str], int]],

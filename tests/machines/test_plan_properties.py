@@ -161,7 +161,7 @@ def paired(case: Case, chosen: TransferPlan):  # type: ignore[no-untyped-def]
     return pair(chosen, begin, end, case.source_table[theirs], case.target_table[ours])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from([0, 64, RUN_BYTES_MIN]))
 def test_every_byte_arrives_once_and_no_other_changes(case: Case, run_bytes_min: int) -> None:
     assert [fault(layout) for layout in (*case.sources, case.target)] == [None] * (len(case.sources) + 1)
@@ -174,7 +174,7 @@ def test_every_byte_arrives_once_and_no_other_changes(case: Case, run_bytes_min:
     assert np.array_equal(target, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_direct_runs_are_the_fewest_and_name_no_byte_twice(case: Case) -> None:
     chosen = plan(case.sources, case.target, case.reader, 0)
@@ -194,7 +194,7 @@ def runs_of_a_period(rank: RankPlan, whole: TransferPlan) -> int:
     return direct + blocks * sum(box.runs for box in rank.reads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_scratch_takes_fewer_runs_and_no_block_that_was_not_announced(case: Case) -> None:
     """The bytes between short runs are read along, but only inside the blocks that the owner's lease names."""

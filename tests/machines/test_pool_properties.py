@@ -118,5 +118,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert (state is BlockState.QUARANTINED) == (bool(holders) and set(holders) == {Holder.IN_FLIGHT})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_pool = PoolMachine.TestCase

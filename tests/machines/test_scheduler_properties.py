@@ -182,5 +182,5 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=250, stateful_step_count=60, suppress_health_check=[HealthCheck.filter_too_much]
 )

@@ -129,5 +129,5 @@ class StagingMachine(RuleBasedStateMachine):
                 assert self.mirror[block] == self.device[block]
 
 
-StagingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+StagingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_staging = StagingMachine.TestCase

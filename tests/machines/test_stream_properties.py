@@ -86,7 +86,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps, st.integers(0, 2**16), st.floats(0, 0.6), st.floats(0, 0.4), st.floats(0, 0.5))
 def test_once_the_channel_is_good_again_the_copy_equals_the_truth(
     script: list[tuple[str, str, int]], seed: int, loss: float, doubling: float, reordering: float
@@ -133,7 +133,7 @@ def test_once_the_channel_is_good_again_the_copy_equals_the_truth(
     assert follower.stream.state is StreamState.LIVE
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 9), max_size=20))
 def test_a_good_channel_needs_one_snapshot_only(values: list[int]) -> None:
     truth, follower = Publisher(), Follower()

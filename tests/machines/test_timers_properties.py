@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from pdbus.connector.timers import Timers
 
@@ -14,7 +14,6 @@ calls = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(calls, max_size=80))
 def test_timers_are_a_dict_of_deadlines(calls: list[tuple[str, str, int]]) -> None:
     timers: Timers[str] = Timers()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from pdbus.bus.messages import PrefillRequest, Sampling
 from pdbus.connector.fetch import Fetches
@@ -106,7 +106,6 @@ class Pair:
         self.d_decides(self.fetches.handle(ReadDone(read=read.read), 0))
 
 
-@settings(deadline=None)
 @given(sizes, sizes, st.integers(1, 60), st.data())
 def test_every_missing_token_is_read_once_from_its_place(
     source_size: int, target_size: int, prompt: int, data: st.DataObject

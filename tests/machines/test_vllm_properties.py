@@ -132,4 +132,4 @@ class VllmPair(RuleBasedStateMachine):
 
 
 TestVllmPair = VllmPair.TestCase
-TestVllmPair.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestVllmPair.settings = settings(max_examples=40, stateful_step_count=25)

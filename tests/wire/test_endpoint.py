@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import msgpack
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdbus.bus.endpoint import Endpoint, Received
@@ -360,7 +360,7 @@ def test_any_frames_at_all_leave_the_endpoint_serving() -> None:
     start = st.sampled_from([b"pd1.cancel", b"pd1.generate", b"pd1.error", b"pd1.hello", b"pd7.x"])
     frame = st.one_of(part, start, st.builds(first_frame, start, part, part))
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=25)
     @given(st.lists(st.lists(frame, min_size=1, max_size=5), min_size=1, max_size=20))
     def check(messages: list[list[bytes]]) -> None:
         on_loop(hear)(messages)
