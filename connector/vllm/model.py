@@ -24,9 +24,9 @@ from ..readable import impossible, layouts_of
 VERSIONS = ((0, 32), (0, 33))  # from, and below: the connector's interface is experimental, and changes
 HEADS_FIRST = "LBHNC"  # layer, block, head, token, channel: the one layout in which a head is one run of a page
 EDGE_BYTES = 1 << 20  # of a weights file that go into the fingerprint, at each end
+FULL, LATENT = "FullAttentionSpec", "MLAAttentionSpec"  # vLLM's names: K and V, or one latent that all ranks hold alike
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # what CPU kernels choose layouts by
-
-
+WITHOUT_LAYERS = ("ngram", "suffix")  # methods of speculative decoding that need only tokens
 ONE_ONLY = (
     "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
     "nnodes",
@@ -73,8 +73,12 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
     for name in ONE_ONLY:
         if (given := getattr(parallel, name, 1)) != 1:
             raise ConfigError(f"--{name.replace('_', '-')}", f"{given}, but only 1 is supported in this version")
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        raise ConfigError("--speculative-config", "is not supported in this version")
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", WITHOUT_LAYERS[0])
+    if method not in WITHOUT_LAYERS:
+        raise ConfigError(
+            "--speculative-config", f"{method}: only {' and '.join(WITHOUT_LAYERS)} are supported in this version, "
+            "which have no KV of their own"
+        )  # fmt: skip
     spec, layers = _spec(kv_cache_config.kv_cache_groups)
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
@@ -103,8 +107,12 @@ def shape_of(vllm_config: Any, kv_cache_config: Any, *, version: str, fingerprin
 def _geometry(vllm_config: Any, layout: str, spec: Any, layers: int, dtype: str) -> Geometry:
     """Of the whole model, as its ranks share it."""
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
-    kv_heads = int(vllm_config.model_config.get_total_num_kv_heads()) if tp > 1 else spec.num_kv_heads
-    geometry = replace(geometry_for(layers, kv_heads, spec.head_size, spec.block_size, dtype), tp=tp)
+    kv_heads, parts = spec.num_kv_heads, 2
+    if type(spec).__name__ == LATENT:
+        parts = 1
+    elif tp > 1:
+        kv_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    geometry = replace(geometry_for(layers, kv_heads, spec.head_size, spec.block_size, dtype, parts), tp=tp)
     if faults := impossible(geometry):
         raise ConfigError("--tensor-parallel-size", f"{tp}: {faults[0][1]}")
     if (held := len(heads_of(kv_heads, tp, 0))) != spec.num_kv_heads:
@@ -112,7 +120,7 @@ def _geometry(vllm_config: Any, layout: str, spec: Any, layers: int, dtype: str)
             "--tensor-parallel-size", f"vLLM keeps {spec.num_kv_heads} of {kv_heads} KV heads on each of {tp} ranks, "
             f"not {held}"
         )  # fmt: skip
-    if tp > 1 and layout != HEADS_FIRST:
+    if tp > 1 and kv_heads > 1 and layout != HEADS_FIRST:
         raise ConfigError(
             "--tensor-parallel-size", f"{tp} ranks need KV that lies by heads ({HEADS_FIRST}), but it lies {layout}"
         )
@@ -123,8 +131,8 @@ def _spec(groups: Sequence[Any]) -> tuple[Any, tuple[str, ...]]:
     if len(groups) != 1:
         raise ConfigError("--model", f"its KV cache has {len(groups)} groups: try --disable-hybrid-kv-cache-manager")
     spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec":
-        raise ConfigError("--model", f"{type(spec).__name__}: only full attention is supported in this version")
+    if type(spec).__name__ not in (FULL, LATENT):
+        raise ConfigError("--model", f"{type(spec).__name__}: only {FULL} and {LATENT} are supported in this version")
     return spec, tuple(groups[0].layer_names)
 
 

@@ -97,6 +97,10 @@ class FullAttentionSpec(SimpleNamespace):
     pass
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
 def shape(**changed: Any) -> Any:
     """Of a model with 4 KV heads, as vLLM's configuration has it."""
     tp = changed.get("tensor_parallel_size", 1)
@@ -135,6 +139,22 @@ def test_ranks_share_the_heads_as_vllm_does(tp: int, heads: list[tuple[int, ...]
     made = shape(tensor_parallel_size=tp)
     assert [layout.heads for layout in made.layouts(5)] == heads
     assert (made.page_bytes, made.head_runs) == (page_bytes, runs)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_rank_holds_the_latents_whole(tp: int) -> None:
+    """However they lie, and however many heads the model says that it has."""
+    spec = MLAAttentionSpec(
+        dtype="torch.bfloat16", num_kv_heads=1, head_size=576, block_size=16, page_size_bytes=16 * 576 * 2
+    )
+    made = shape(spec=spec, tensor_parallel_size=tp, layout="LBNHC")
+    assert (made.geometry.kv_parts, made.geometry.kv_heads, made.geometry.head_dim) == (1, 1, 576)
+    assert [layout.heads for layout in made.layouts(3)] == [(0,)] * tp
+    assert (made.page_bytes, made.head_runs) == (18432, 1)
+
+
+def test_drafts_without_kv_of_their_own_change_nothing() -> None:
+    assert shape(speculative=SimpleNamespace(method="ngram")) == shape()
 
 
 def test_a_rank_reads_whole_heads_of_whoever_has_them() -> None:
@@ -180,9 +200,9 @@ def test_servers_whose_pages_differ_have_other_fingerprints(changed: dict[str, A
             {"tensor_parallel_size": 2, "layout": "LBNHC"},
             r"2 ranks need KV that lies by heads \(LBHNC\), but it lies LBNHC",
         ),
-        ({"speculative": "ngram"}, "--speculative-config"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "--speculative-config: eagle: only ngram and suffix"),
         ({"groups": 2}, "disable-hybrid-kv-cache-manager"),
-        ({"spec": SimpleNamespace()}, "only full attention"),
+        ({"spec": SimpleNamespace()}, "only FullAttentionSpec and MLAAttentionSpec"),
         ({"dtype": "torch.float8_e4m3fn"}, "float8"),
         ({"page_size_bytes": 9000}, "packed caches"),
     ],

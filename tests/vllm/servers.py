@@ -42,15 +42,24 @@ def free_port() -> int:
 
 
 class Server:
-    """One `vllm` process and what it has started. `core`: the one it computes on; of several ranks the first one's."""
+    """One `vllm` process and what it has started. `core`: the one it computes on; of several ranks the first one's.
+    `options`: more of its command line."""
 
     def __init__(
-        self, model: Path, log: Path, core: int, transfer: Mapping[str, Any], tp: int = 1, **environment: str
+        self,
+        model: Path,
+        log: Path,
+        core: int,
+        transfer: Mapping[str, Any],
+        tp: int = 1,
+        options: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        self._model, self._tp, self._transfer, self._environment = model, tp, transfer, environment
+        self._model, self._tp, self._options, self._environment = model, tp, options, environment
+        self._transfer = transfer
         self._cores = "|".join(str((core + rank) % CORES) for rank in range(tp))
         self.start()
 
@@ -68,7 +77,7 @@ class Server:
                     "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
                     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
                     "--block-size", str(BLOCK), "--enforce-eager", "--tensor-parallel-size", str(self._tp),
-                    "--kv-transfer-config", json.dumps(self._transfer),
+                    "--kv-transfer-config", json.dumps(self._transfer), *self._options,
                 ],
                 stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
@@ -111,8 +120,12 @@ class Server:
 
     def handed_over(self) -> int:
         """How many tokens it has loaded of KV that another server computed."""
+        return self.metric("vllm:external_prefix_cache_hits_total")
+
+    def metric(self, name: str) -> int:
+        """The first sample of that name."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        rows = [r for r in text.splitlines() if r.startswith("vllm:external_prefix_cache_hits_total")]
+        rows = [row for row in text.splitlines() if row.startswith(name)]
         return int(float(rows[0].rpartition(" ")[2]))
 
     def pids(self, module: str = "") -> list[int]:
@@ -173,13 +186,14 @@ def _ancestors(pid: int) -> list[int]:
 class Pair:
     """A prefill server and a decode server that have found each other."""
 
-    def __init__(self, model: Path, logs: Path, *, prefill: dict[str, Any]) -> None:
-        """Both record into `logs`/recordings."""
+    def __init__(self, model: Path, logs: Path, *, prefill: dict[str, Any], drafts: Sequence[str] = ()) -> None:
+        """Both record into `logs`/recordings. `drafts`: options of the decode server's alone."""
         bus = f"tcp://127.0.0.1:{free_port()}"
         self.recordings = logs / "recordings"
         same = {"record": str(self.recordings)}
         self.p = Server(model, logs / "p.log", 0, ours("kv_producer", name="p1", listen=bus, **same, **prefill))
-        self.d = Server(model, logs / "d.log", 1, ours("kv_consumer", name="d1", join=[bus], pair_wait_s=5, **same))
+        transfer = ours("kv_consumer", name="d1", join=[bus], pair_wait_s=5, **same)
+        self.d = Server(model, logs / "d.log", 1, transfer, options=drafts)
         self._both = ThreadPoolExecutor(16)
 
     def __enter__(self) -> Pair:

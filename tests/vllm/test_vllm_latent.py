@@ -1,0 +1,79 @@
+"""A cache of latents (MLA), and a decode server that drafts by prompt lookup: it says what the prefill server says.
+
+A cache of latents is one row for each token, without heads, K or V. Drafts that need only tokens begin with the first
+step after the hand-off.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vllm.recorded import wait_clean
+from tests.vllm.servers import BLOCK, Pair
+
+pytestmark = pytest.mark.timeout(900)
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 5, 20 * BLOCK)
+ANSWER = 12
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def write_latent_model(folder: Path) -> Path:
+    """A random DeepSeek-V2 of two layers, with the sizes of latents that CPU kernels are made for."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=2, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=2048, tie_word_embeddings=False,
+        initializer_range=0.1,
+    )  # fmt: skip
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def latent_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = write_latent_model(tmp_path_factory.mktemp("latent") / "model")
+    drafts = ("--speculative-config", json.dumps(DRAFTS))
+    with Pair(model, tmp_path_factory.mktemp("logs"), prefill={}, drafts=drafts) as started:
+        yield started
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """The second half repeats the first, so that there is something to draft."""
+    draw = random.Random(seed)
+    half = [draw.randrange(4, 380) for _ in range(-(-length // 2))]
+    return (half + half)[:length]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_latents_are_handed_over(latent_pair: Pair, length: int) -> None:
+    prompt, before = prompt_of(length, length), latent_pair.d.handed_over()
+    answered = latent_pair.tokens(prompt, ANSWER)
+    assert latent_pair.d.handed_over() - before == length - 1
+    assert answered == latent_pair.p.tokens(prompt, ANSWER)
+
+
+def test_latents_join_what_is_cached(latent_pair: Pair) -> None:
+    prompt = prompt_of(5 * BLOCK + 3, 100)
+    latent_pair.d.tokens(prompt[: 2 * BLOCK + 1], 1)
+    before = latent_pair.d.handed_over()
+    assert latent_pair.tokens(prompt, ANSWER) == latent_pair.p.tokens(prompt, ANSWER)
+    assert latent_pair.d.handed_over() - before == len(prompt) - 1 - 2 * BLOCK
+
+
+def test_the_decode_server_has_drafted(latent_pair: Pair) -> None:
+    latent_pair.tokens(prompt_of(3 * BLOCK, 200), 4 * ANSWER)
+    assert latent_pair.d.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+
+
+def test_nothing_is_left(latent_pair: Pair) -> None:
+    wait_clean(latent_pair.recordings)
