@@ -62,6 +62,11 @@ class FleetNode:
         return str(self.status.get("role", "")) or self._role
 
     @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer that fit there."""
+        return int(self.status.get("max_model_len", 0))
+
+    @property
     def may_decode(self) -> bool:
         """Or nobody has said yet what it does."""
         return not self.role or self.role in DECODE_ROLES

@@ -86,12 +86,13 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: an unknown path, a method that the path does not have."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    message, code = f"{error.detail}: {request.method} {request.url.path}", "invalid_request"
+    path = request.scope["path"]  # its URL would be made of the Host header, too
+    message, code = f"{error.detail}: {request.method} {path}", "invalid_request"
     if error.status_code == 404:
-        message, code = f"there is no {request.url.path} here", "not_found"
+        message, code = f"there is no {path} here", "not_found"
     elif error.status_code == 405:
         takes = ", ".join(sorted(headers.get("Allow", "").split(", ")))  # Starlette's own order is any
-        message, code = f"{request.url.path} takes {takes}, not {request.method}", "method_not_allowed"
+        message, code = f"{path} takes {takes}, not {request.method}", "method_not_allowed"
     return JSON(_object(message, "invalid_request_error", code), error.status_code, headers)
 
 

@@ -117,6 +117,20 @@ def test_a_list_that_someone_is_writing_leaves_the_last_in_force(tmp_path: Path,
     assert [key.name for key in ring.reload()] == ["alice"] and not ring.is_allowed(folder.own("alice").public)
 
 
+def test_a_list_is_tried_again_after_what_kept_it_from_being_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else who was taken off it would stay in for ever: chmod does not change a file's time."""
+    folder = key_folder(tmp_path / "keys", {"p1": "prefill", "alice": "client"})
+    ring, file = keyring(folder, "p1"), folder.path / "allowed"
+    file.write_text(f"{folder.allowed().named('p1')[0]}\n")
+    file.chmod(0o644)
+    assert ring.reload() == () == ring.reload()
+    assert caplog.text.count("others have access") == 1
+    file.chmod(0o600)
+    assert [key.name for key in ring.reload()] == ["alice"]
+
+
 # ---------------------------------------------------------------- pd keys
 
 

@@ -84,6 +84,8 @@ async def test_a_node_of_another_model_is_not_used() -> None:
         assert nodes["status"] == "ready"
         (model,) = [node.status["model"] for node in gated.gateway.fleet.ready()]
         assert model == gated.gateway.fleet.model
+        (why,) = [node.why for node in gated.gateway.fleet.nodes.values() if not node.ready]
+        assert "the first it saw: start it again for another one" in why
 
 
 # ---------------------------------------------------------------- failure before and after the first token
@@ -144,6 +146,29 @@ async def test_what_the_client_asked_wrongly_is_not_tried_elsewhere() -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "max_tokens"
         assert sum(map(asked, nodes)) == 1
+
+
+TOO_LONG = RequestError("the prompt has 99 tokens", param="prompt", code="context_length_exceeded")
+
+
+@on_loop
+async def test_a_prompt_that_does_not_fit_is_asked_where_more_fits() -> None:
+    """/v1/models tells the most that any node takes."""
+    small = [decode_node(f"d{i}", refuses(TOO_LONG), max_model_len=64) for i in (1, 2)]
+    large = decode_node("d3", HELLO)
+    async with gate([*small, large]) as gated:
+        assert [(await gated.post()).status_code for _ in range(3)] == [200, 200, 200]
+        assert asked(large) == 3 and sum(map(asked, small)) == 2
+        assert gated.gateway.counters["retries"] == 0
+
+
+@on_loop
+async def test_where_the_largest_has_gone_the_prompt_is_too_long() -> None:
+    small, large = decode_node("d1", refuses(TOO_LONG), max_model_len=64), decode_node("d2", refuses(TOO_LONG))
+    async with gate([small, large]) as gated:
+        for _ in range(2):
+            answer = await gated.post()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @on_loop
