@@ -7,10 +7,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
-from pdbus.bus.endpoint import Received
+from pdbus.bus.endpoint import FORBIDDEN, Received
 from pdbus.bus.errors import Closed, ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
@@ -64,6 +65,14 @@ OVERLOADED_RETRY_MS = 1000
 log = logging.getLogger("pdbus.intake")
 
 
+@dataclass(slots=True)
+class Coming:
+    """A request before it has an answer."""
+
+    public: str  # as in Answer
+    cancelled: bool = False
+
+
 class Intake:
     """The answers under way."""
 
@@ -74,7 +83,7 @@ class Intake:
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
         self._checking_schema = asyncio.Lock()
-        self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
+        self._tokenizing: dict[str, Coming] = {}  # by client key
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._probe = 0
@@ -132,7 +141,7 @@ class Intake:
             )
             self._reply(received, error)
             return
-        self._tokenizing[key] = False
+        self._tokenizing[key] = Coming(self._control.endpoint.public_of(received.link))
         self._spawn(self._admit(received, message, key))
 
     async def _admit(self, received: Received, message: Generate, key: str) -> None:
@@ -153,9 +162,9 @@ class Intake:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
         finally:
-            cancelled = self._tokenizing.pop(key)
+            coming = self._tokenizing.pop(key)
         request = secrets.token_bytes(16)
-        if cancelled:
+        if coming.cancelled:
             self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
             return
         spans = self._control.spans
@@ -172,6 +181,7 @@ class Intake:
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
             piece=self._tokenizer.piece,
             traceparent=told,
+            public=coming.public,
         )
         self._control.post(
             ev.GenerateAsked(
@@ -227,16 +237,27 @@ class Intake:
     def _cancel(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Cancel)
-        key = client_key(received, message.client_id)
+        key = self._own_key(received, message.client_id)
         if key in self._tokenizing:
-            self._tokenizing[key] = True
+            self._tokenizing[key].cancelled = True
         self._control.post(ev.CancelAsked(client=key))
         self._reply(received, Cancelled(client_id=message.client_id))
 
     def _credit(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Credit)
-        self._control.post(ev.CreditGiven(client=client_key(received, message.client_id), index=message.index))
+        self._control.post(ev.CreditGiven(client=self._own_key(received, message.client_id), index=message.index))
+
+    def _own_key(self, received: Received, client_id: str) -> str:
+        """Of a request of its own. Raises RequestError where another key asked: what names it stands in the status, and
+        whoever may read that could speak for it."""
+        key = client_key(received, client_id)
+        known = self._control.core.requests.of_client(key)
+        asked = self._tokenizing.get(key) or (self._answers.get(known.request) if known is not None else None)
+        if asked is not None and asked.public != self._control.endpoint.public_of(received.link):
+            problem = "client_id: this request was asked with another key"
+            raise RequestError(problem, param="client_id", code=FORBIDDEN)
+        return key
 
     # ------------------------------------------------------------ answers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,19 @@ def test_a_list_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     folder.revoke(*folder.allowed().named("alice"))
     assert os.stat(folder.path / "allowed").st_ino != before
     assert [file.name for file in folder.path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_changes_at_the_same_time_all_count(tmp_path: Path) -> None:
+    """As when a script allows many at once."""
+    path = key_folder(tmp_path / "keys", {}).path
+    names = [f"n{i}" for i in range(16)]
+
+    def allow(name: str) -> None:
+        KeyFolder(path).allow(Key(name=name, role="client", public=name[1:].zfill(64)))
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(allow, names))
+    assert sorted(key.name for key in KeyFolder(path).allowed().keys) == sorted(names)
 
 
 @pytest.mark.parametrize("text", ["", "bob client nonsense", None], ids=["emptied", "no list", "gone"])
