@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,23 @@ async def test_a_node_of_another_model_is_not_used() -> None:
         assert model == gated.gateway.fleet.model
         (why,) = [node.why for node in gated.gateway.fleet.nodes.values() if not node.ready]
         assert "the first it saw: start it again for another one" in why
+
+
+@on_loop
+async def test_a_node_that_says_odd_things_of_itself_ends_nobody_but_itself() -> None:
+    odd = [
+        {"metrics": {"requests": "many"}}, {"metrics": None}, {"metrics": {"requests_waiting": math.nan}},
+        {"peers": [3]}, {"peers": [{"name": []}]}, {"peers": [{"state": "up", "prefill_tokens_per_s": "fast"}]},
+        {"block_size": 0}, {"block_size": None}, {"max_model_len": "long"}, {"not_ready": 3, "ready": False},
+    ]  # fmt: skip
+    nodes = [decode_node("d0", HELLO), *(decode_node(f"odd{i}", HELLO, **says) for i, says in enumerate(odd))]
+    async with gate(nodes, ready=1, policy="cost") as gated:
+        fleet = gated.gateway.fleet
+        await until(lambda: all("its status has" in node.why for node in fleet.nodes.values() if not node.ready))
+        assert (await gated.post()).status_code == 200 and not fleet.failed.done()
+        assert (await gated.web.get("/metrics")).status_code == 200
+        why = sorted(node.why for node in fleet.nodes.values() if not node.ready)
+        assert why[0] == "odd0: its status has metrics.requests in a form that is not known here"
 
 
 # ---------------------------------------------------------------- failure before and after the first token
