@@ -59,6 +59,7 @@ JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
 JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
+CLIENT_ID_CHARS_MAX = 256
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
 OVERLOADED_RETRY_MS = 1000
 
@@ -314,14 +315,14 @@ class Intake:
         )
 
     def _say(self, answer: Answer, message: Message) -> bool:
-        sent = self._control.endpoint.send(answer.link, message, to=answer.client_name, to_inc=answer.client_inc)
+        sent = self._control.endpoint.tell(answer.link, message, to=answer.client_name, to_inc=answer.client_inc)
         return bool(sent)
 
     # ------------------------------------------------------------ tools
 
     def _reply(self, received: Received, message: Message) -> None:
         header = received.header
-        self._control.endpoint.send(received.link, message, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+        self._control.endpoint.tell(received.link, message, to=header.from_, to_inc=header.from_inc, cause=header.seq)
 
     def _answer_later(self, received: Received, work: Coroutine[Any, Any, Message]) -> None:
         async def run() -> None:
@@ -470,5 +471,9 @@ class Intake:
 
 
 def client_key(received: Received, client_id: str) -> str:
-    """What names a request of a client: its life and the id it chose."""
+    """What names a request of a client: its life and the id it chose. Raises RequestError for a long one: each token's
+    message has it."""
+    if len(client_id) > CLIENT_ID_CHARS_MAX:
+        problem = f"client_id: at most {CLIENT_ID_CHARS_MAX} characters, got {len(client_id)}"
+        raise RequestError(problem, param="client_id")
     return f"{received.header.from_inc.hex()}:{client_id}"

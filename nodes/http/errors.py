@@ -98,7 +98,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_bug(_: Request, error: Exception) -> Response:
     """A bug of ours: the traceback goes to the log, not to the client."""
-    return JSON(_object(f"internal error: {type(error).__name__}", "internal_error", "internal_error"), 500)
+    said = _object(f"internal error: {type(error).__name__}", "internal_error", "internal_error")
+    return JSON(said, 500, {"connection": "close"})  # uvicorn will
 
 
 async def on_gone(_: Request, __: Exception) -> Response:
