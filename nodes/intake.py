@@ -60,6 +60,7 @@ JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
 CLIENT_ID_CHARS_MAX = 256
+TARGETS_MAX = 1024  # to connect or disconnect: as many as there can be; a million would keep the node from all else
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
 OVERLOADED_RETRY_MS = 1000
 
@@ -400,6 +401,7 @@ class Intake:
         """All are called at once, before anything else that is asked; only the answer waits."""
         message = received.message
         assert isinstance(message, Connect)
+        _check_count("addresses", message.addresses)
         refused = [self._join(address) for address in message.addresses]
         self._answer_later(received, self._connected(message.addresses, refused))
 
@@ -430,6 +432,7 @@ class Intake:
     def _disconnect(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Disconnect)
+        _check_count("targets", message.targets)
         for target in message.targets:
             self._control.post(ev.RemoveAsked(target=target))
         outcomes = report.removed(self._control.core, message.targets)
@@ -468,6 +471,11 @@ class Intake:
         for (whom, _), answered in self._probes.items():
             if whom == what and not answered.done():
                 answered.set_result(False)
+
+
+def _check_count(name: str, given: Sequence[str]) -> None:
+    if len(given) > TARGETS_MAX:
+        raise RequestError(f"{name}: at most {TARGETS_MAX} at once, got {len(given)}", param=name)
 
 
 def client_key(received: Received, client_id: str) -> str:

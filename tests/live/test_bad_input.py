@@ -275,6 +275,8 @@ ECHOES: list[tuple[list[bytes], str]] = [
     (frames(b"pd1.generate", {"client_id": "i", "messages": [{"role": ESCAPED, "content": "hi"}]}), "messages"),
     (frames(b"pd1.events.snapshot", {"topic": ESCAPED}), "topic"),
     (frames(b"pd1.connect", {"addresses": [ESCAPED]}), ""),
+    (frames(b"pd1.connect", {"addresses": ["tcp://127.0.0.1:9"] * 1025}), "addresses"),
+    (frames(b"pd1.disconnect", {"targets": ["p"] * 1_000_000}), "targets"),
 ]
 
 
