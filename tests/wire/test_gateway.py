@@ -283,6 +283,8 @@ async def test_without_a_ready_node_the_answer_says_why() -> None:
         message = answer.json()["error"]["message"]
         assert message == "no decode node is ready: d1: the worker is not up"
         assert (await gated.web.get("/health/ready")).status_code == 503
+        models = await gated.web.get("/v1/models")
+        assert (models.status_code, models.json()["error"]["message"]) == (503, message)
 
 
 @on_loop
