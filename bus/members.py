@@ -21,7 +21,7 @@ S = 1_000_000_000
 
 
 class MembershipConfig(Declared):
-    """Who we are, and the numbers of design section 9. `hello.epoch` is only where the epoch starts."""
+    """Who we are, and our timers (docs/protocol.md) and limits. `hello.epoch` is only where the epoch starts."""
 
     name: str
     incarnation: bytes
