@@ -42,7 +42,7 @@ class Holder(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a lease ended. Exactly one is recorded for each (design, invariant 3)."""
+    """Why a lease ended. Exactly one is recorded for each (R5)."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -79,7 +79,7 @@ class BlockOwner(Protocol):
 
 
 class HandoffConfig(Declared):
-    """Timers of the hand-off (design, section 9). For liveness and waste only: no rule needs one to be safe."""
+    """Timers of the hand-off (docs/protocol.md). For liveness and waste only: no rule needs one to be safe."""
 
     lease_ns: int = 30_000_000_000
     renew_ns: int = 5_000_000_000

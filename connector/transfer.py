@@ -77,6 +77,7 @@ class Transfer:
 
     read: int
     request: bytes
+    attempt: int
     peer: Peer
     target: tuple[int, ...]
     state: ReadState = ReadState.POSTED
@@ -98,11 +99,17 @@ class Transfers:
         """How many reads may still write."""
         return len(self._open)
 
-    def post(self, request: bytes, peer: Peer, target: tuple[int, ...], bytes_per_s: int, now_ns: int) -> int:
+    def get(self, read: int) -> Transfer | None:
+        """None: it is terminal, or was never posted."""
+        return self._open.get(read)
+
+    def post(
+        self, request: bytes, attempt: int, peer: Peer, target: tuple[int, ...], bytes_per_s: int, now_ns: int
+    ) -> int:
         """A new read's id; its target blocks are held IN_FLIGHT from now on. `bytes_per_s` 0: unknown."""
         self._owner.hold(target, Holder.IN_FLIGHT)
         self._last += 1
-        self._open[self._last] = Transfer(read=self._last, request=request, peer=peer, target=target)
+        self._open[self._last] = Transfer(self._last, request, attempt, peer, target)
         self._deadlines.set(self._last, now_ns + self._patience_ns(len(target), bytes_per_s))
         return self._last
 

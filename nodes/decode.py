@@ -297,11 +297,9 @@ class Requests:
     def prefill_finished(self, request: bytes, now: int) -> None:
         self._requests[request].marks.prefill_done = now
 
-    def read_posted(self, request: bytes, now: int) -> int:
-        """Returns the attempt whose read it is."""
+    def read_posted(self, request: bytes, now: int) -> None:
         r = self._requests[request]
         r.marks.first_read = r.marks.first_read or now
-        return r.attempts
 
     def read_ended(self, request: bytes, attempt: int, size: int, transfer_ns: int, now: int) -> None:
         """A read of an attempt that is over says nothing of the present one."""

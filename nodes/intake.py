@@ -339,7 +339,7 @@ class Intake:
                 "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
-                "epoch": core.epoch,
+                "epoch": core.mover.epoch,
                 "ready": not reasons,
                 "not_ready": reasons,
                 "pids": {"control": control.pid, "worker": control.worker.pids[0], "mover": control.mover.pids[0]},
@@ -418,7 +418,7 @@ class Intake:
     async def _alive(self, what: str) -> bool:
         """A round trip through the worker or the mover; False at once when it is not up."""
         core = self._control.core
-        if not (core.worker_up if what == "worker" else core.mover_up):
+        if not (core.worker_up if what == "worker" else core.mover.up):
             return False
         self._probe += 1
         key = (what, self._probe)

@@ -69,7 +69,6 @@ class Wants:
         self._wants: dict[str, Want] = {}
         self._by_id: dict[bytes, Want] = {}
         self._fetching: dict[str, int] = {}
-        self.reads: dict[int, None] = {}  # in flight
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -149,7 +148,6 @@ class Wants:
             case Ask() | Say():
                 return [ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message)]
             case PostRead():
-                self.reads[effect.read] = None
                 peer = peer_key(effect.node, effect.incarnation, effect.epoch)
                 return [
                     ev.StartRead(
