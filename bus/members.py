@@ -82,11 +82,6 @@ class Peer(Declared):
     draining: bool = False
     busy: bool = False
 
-    @property
-    def agent(self) -> Agent | None:
-        """Rank 0's agent."""
-        return self.agents[0] if self.agents else None
-
 
 # ---------------------------------------------------------------- events
 

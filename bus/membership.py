@@ -113,17 +113,9 @@ class Membership:
         elif after is not None and (self._deadline is None or after < self._deadline):
             self._deadline = after
 
-    def accepts(self, header: Header, kind: str) -> bool:
-        """Whether a message may be acted on: both incarnations are current, and a hello came first if it must."""
-        return not self._roster.stale(header, kind)
-
     def peer(self, name: str) -> ms.Peer | None:
         known = self._roster.get(name)
         return known.record() if known else None
-
-    def peers(self) -> list[ms.Peer]:
-        """Those that are up or suspect."""
-        return [p.record() for p in self._roster.usable()]
 
     def prefill_names(self) -> list[str]:
         """Those that a decode node may send a new prompt to: up, not draining, with a link."""

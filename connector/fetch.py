@@ -158,10 +158,6 @@ class Fetches:
         """R9: asking this node now would fail at once."""
         return self.transfers.peer_blocked(node, incarnation)
 
-    def active(self) -> int:
-        """How many requests are reading or claiming."""
-        return sum(len(requests) for requests in self._by_peer.values())
-
     def rows(self) -> list[dict[str, Any]]:
         """Every request known here, for status and ledger; open reads are in `transfers.rows()`."""
         return [fetch.row(self._owner.block_size) for fetch in self._fetches.values()]
