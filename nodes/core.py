@@ -13,7 +13,7 @@ from typing import Any
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Heartbeat, Message, PrefillFailed, PrefillRequest
-from pdbus.bus.wire import Declared, to_plain
+from pdbus.bus.wire import Declared, replace, to_plain
 from pdbus.connector import handoff as ho
 from pdbus.connector import staging as st
 from pdbus.connector.fetch import Fetches
@@ -22,6 +22,7 @@ from pdbus.connector.own_mover import OwnMover, Told
 from pdbus.connector.peer_agents import OF_MEMBERSHIP
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import earliest
+from pdbus.connector.transfer import Transfer
 
 from . import events as ev
 from .decode import Request, Requests, Source
@@ -33,6 +34,7 @@ from .scheduler import Limits, Scheduler
 
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
+OVERLOADED_RETRY_MS = 1000
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -194,7 +196,8 @@ class NodeCore:
         refusal = self._refusal(request)
         if refusal is not None:
             code, problem = refusal
-            self._end(request, "error", now, out, code=code, problem=problem)
+            retry_ms = OVERLOADED_RETRY_MS if code == "overloaded" else 0
+            self._end(request, "error", now, out, code=code, problem=problem, retry_after_ms=retry_ms)
             return
         out.append(_request_event("arrived", event.request, prompt_tokens=event.prompt_tokens))
         out.append(ev.OpenSequence(seq=request.seq, sampling=event.sampling, request=event.request))
@@ -228,9 +231,11 @@ class NodeCore:
         self._ended(self.requests.first_token_taken(event.request, event.stop, now), now, out)
 
     def _end(
-        self, r: Request, reason: str, now: int, out: list[ev.NodeEffect], *, code: str = "", problem: str = ""
-    ) -> None:
-        self._ended(self.requests.end(r, reason, now, code=code, problem=problem), now, out)
+        self, r: Request, reason: str, now: int, out: list[ev.NodeEffect], *, code: str = "", problem: str = "",
+        retry_after_ms: int = 0,
+    ) -> None:  # fmt: skip
+        ends = self.requests.end(r, reason, now, code=code, problem=problem, retry_after_ms=retry_after_ms)
+        self._ended(ends, now, out)
 
     def _ended(self, effects: list[ev.NodeEffect], now: int, out: list[ev.NodeEffect]) -> None:
         """Pass on what became of a request; the hand-off hears of its end, wherever it stood."""
@@ -245,7 +250,14 @@ class NodeCore:
     # ------------------------------------------------------------ fetching
 
     def _choose(self, r: Request, cached: int, now: int) -> Source | None:
-        """The prefill node for a request's next attempt, or None: computed here."""
+        """The prefill node for a request's next attempt, and how fast reads from it are; or None: computed here."""
+        source = self._source(r, cached, now)
+        if source is None:
+            return None
+        key = peer_key(source.node, source.incarnation, source.epoch)
+        return replace(source, bytes_per_s=self.places.sources.read_bytes_per_s(key, now))
+
+    def _source(self, r: Request, cached: int, now: int) -> Source | None:
         if self.mover.healing or self.config.prefill_policy == "local":
             return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self.config.handoff.attempt_ns):
@@ -401,16 +413,17 @@ class NodeCore:
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
         if (transfer := self.fetches.transfers.get(event.read)) is not None:
             self.requests.read_ended(transfer.request, transfer.attempt, event.bytes, event.transfer_ns, now)
-            self._read_measured(transfer.request, event, now)
+            self._read_measured(transfer, event, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:
             self._fetch(ho.ReadDone(read=event.read), now, out)
 
-    def _read_measured(self, request: bytes, event: ev.ReadEnded, now: int) -> None:
-        r = self.requests.get(request)
-        peer = self.peers.get(r.node) if r is not None else None
-        if peer is not None and not event.problem:
+    def _read_measured(self, transfer: Transfer, event: ev.ReadEnded, now: int) -> None:
+        """A late one, too: the next one is given the time that it needs."""
+        node, incarnation = transfer.peer
+        peer = self.peers.get(node)
+        if peer is not None and peer.incarnation == incarnation and not event.problem:
             self.places.read_ended(key_of(peer), event.bytes, event.transfer_ns, now)
 
     def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:
