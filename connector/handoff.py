@@ -416,7 +416,6 @@ class PrefillFinished(FetchEffect):
 
     request: bytes
     attempt: int
-    prefill_ns: int
 
 
 class ReadsFinished(FetchEffect):
@@ -434,16 +433,13 @@ class Fetched(FetchEffect):
 
 
 class AttemptFailed(FetchEffect):
-    """This attempt is over; its blocks must not be used again by the request. Another may be tried.
-
-    `retry_after_ms` is the prefill node's hint; `peer_suspect`: choose another node for a while.
-    """
+    """This attempt is over; its blocks must not be used again by the request. Another may be tried. `peer_suspect`:
+    choose another node for a while."""
 
     request: bytes
     attempt: int
     cause: str
     node: str
-    retry_after_ms: int = 0
     peer_suspect: bool = False
 
 

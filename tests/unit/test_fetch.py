@@ -170,7 +170,7 @@ def test_the_first_token_goes_out_before_the_reads_are_done(d: Decode) -> None:
     d.ask()
     first, finished, _ = d.said(DONE)
     assert first == FirstTokenKnown(request=b"r", attempt=1, payload=b"t")
-    assert finished == PrefillFinished(request=b"r", attempt=1, prefill_ns=3)
+    assert finished == PrefillFinished(request=b"r", attempt=1)
 
 
 def test_the_claim_waits_for_every_chunk_and_every_read(d: Decode) -> None:
@@ -271,7 +271,7 @@ def test_an_unanswered_claim_is_repeated_twice(d: Decode) -> None:
 def test_a_refusal_fails_the_attempt_with_its_cause_and_hint(d: Decode) -> None:
     d.ask()
     effects = d.said(PrefillFailed(try_=TRY, cause="no_room", retry_after_ms=7))
-    assert effects == [AttemptFailed(request=b"r", attempt=1, cause="no_room", node="p", retry_after_ms=7)]
+    assert effects == [AttemptFailed(request=b"r", attempt=1, cause="no_room", node="p")]
 
 
 def test_a_late_refusal_says_nothing_about_a_lease_that_was_granted_since(d: Decode) -> None:
