@@ -16,6 +16,7 @@ from .handoff import (
     OwnerEpoch,
     OwnerGone,
     OwnerWatched,
+    PostRead,
     ReaderCame,
     ReaderGone,
     ReaderWatched,
@@ -182,6 +183,19 @@ class PeerAgents:
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
     """Node, incarnation and epoch in one string: what the mover calls a peer. Never reused."""
     return f"{name}/{incarnation.hex()}/{epoch}"
+
+
+def start_read(read: PostRead) -> ev.StartRead:
+    """What the mover is told of it."""
+    return ev.StartRead(
+        read=read.read,
+        peer=peer_key(read.node, read.incarnation, read.epoch),
+        begin=read.begin,
+        end=read.end,
+        source=read.source,
+        target=read.target,
+        request=read.request,
+    )
 
 
 def _node_event(event: str, peer: ms.Peer, **data: object) -> ev.Publish:

@@ -19,7 +19,7 @@ from pdbus.connector import staging as st
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
 from pdbus.connector.own_mover import OwnMover, Told
-from pdbus.connector.peer_agents import OF_MEMBERSHIP
+from pdbus.connector.peer_agents import OF_MEMBERSHIP, start_read
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import earliest
 from pdbus.connector.transfer import Transfer
@@ -316,13 +316,7 @@ class NodeCore:
         """Without a mover nobody would ever report it: `mover.look` ends it."""
         self.requests.read_posted(read.request, now)
         if self.mover.up:
-            peer = peer_key(read.node, read.incarnation, read.epoch)
-            out.append(
-                ev.StartRead(
-                    read=read.read, peer=peer, begin=read.begin, end=read.end, source=read.source, target=read.target,
-                    request=read.request,
-                )
-            )  # fmt: skip
+            out.append(start_read(read))
 
     def _check_kv(self, check: ho.CheckKv, out: list[ev.NodeEffect]) -> None:
         request = self.requests.get(check.request)

@@ -94,9 +94,9 @@ class PairCore:
         for item in told:
             match item:
                 case ho.FetchEvent():
-                    out += self.wants.hear(item, now)
+                    out += self.wants.handle(item, now)
                 case ho.OfferEvent():
-                    out += self.prompts.hear(item, now)
+                    out += self.prompts.handle(item, now)
                 case ms.MembershipEvent():
                     self._membership(item, now, out)
                 case ev.NodeEffect():
@@ -137,9 +137,9 @@ class PairCore:
             return
         match ho.said(event.link, header, message):
             case ho.ReaderSaid() as said:
-                out += self.prompts.hear(said, now)
+                out += self.prompts.handle(said, now)
             case ho.OwnerSaid() as said:
-                out += self.wants.hear(said, now)
+                out += self.wants.handle(said, now)
 
     def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
         effects, news, accepted = self.peers.handle(event, now)
@@ -163,10 +163,10 @@ class PairCore:
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
         failed = event.problem and ho.ReadFailed(read=event.read, problem=event.problem)
-        out += self.wants.hear(failed or ho.ReadDone(read=event.read), now)
+        out += self.wants.handle(failed or ho.ReadDone(read=event.read), now)
 
     def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:
-        out += self.wants.hear(ho.ReadOverdue(read=event.read, problem=event.problem), now)
+        out += self.wants.handle(ho.ReadOverdue(read=event.read, problem=event.problem), now)
 
     # ------------------------------------------------------------ time, the end
 
@@ -178,15 +178,15 @@ class PairCore:
         self._membership(ms.Tick(), now, out)
         out += self.peers.tick(now)
         out += self.prompts.tick(now)
-        out += self.wants.hear(ho.FetchTick(), now)
+        out += self.wants.handle(ho.FetchTick(), now)
 
     def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
         """Nothing new is offered; the engine itself goes on."""
         self._membership(ms.DrainStarted(), now, out)
-        out += self.prompts.hear(ho.DrainBegan(), now)
+        out += self.prompts.handle(ho.DrainBegan(), now)
 
     def _leave(self, event: ev.LeaveAsked, now: int, out: list[ev.NodeEffect]) -> None:
-        out += self.prompts.hear(ho.ShutdownBegan(), now)
+        out += self.prompts.handle(ho.ShutdownBegan(), now)
         self._membership(ms.Leaving(reason="shutdown"), now, out)
         out.append(ev.Drained())
 
