@@ -342,7 +342,7 @@ class Fetches:
             return self._fail(fetch, Why.PEER_BLOCKED, now_ns)
         assert lease is not None
         target = asked.blocks[begin // size : -(-end // size)]
-        read = self.transfers.post(asked.request, asked.attempt, fetch.peer, target, asked.bytes_per_s, now_ns)
+        read = self.transfers.post(asked.request, asked.attempt, fetch.peer, target, now_ns)
         fetch.reading[read] = None
         fetch.posted = end
         return [

@@ -88,9 +88,8 @@ class HandoffConfig(Declared):
     answer_ns: int = 1_000_000_000  # accepted or failed, repeated once
     tombstone_ns: int = 60_000_000_000
     tombstones_max: int = 65_536
-    read_floor_ns: int = 2_000_000_000  # transfer deadline: max(floor, factor x expected)
-    read_factor: int = 20
-    block_bytes: int = 0  # of one KV block, for the expected time of a read; 0: the floor alone
+    read_floor_ns: int = 2_000_000_000  # a read is late after so long, and more by its size (transfer.py)
+    block_bytes: int = 0  # of one KV block; 0: the size does not count
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
     digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
     staged: bool = False  # reads begin and land in a mirror of the device's memory (staging.py)
@@ -269,7 +268,6 @@ class FetchAsked(FetchEvent):
     sampling: Sampling
     blocks: tuple[int, ...]
     deadline_ns: int
-    bytes_per_s: int = 0  # recent bandwidth from that node; 0: unknown
     pair: bytes = b""  # names the request that the prefill node has of its own; b'': it is told the prompt
 
 

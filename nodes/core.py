@@ -13,7 +13,7 @@ from typing import Any
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Heartbeat, Message, PrefillFailed, PrefillRequest
-from pdbus.bus.wire import Declared, replace, to_plain
+from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
 from pdbus.connector import staging as st
 from pdbus.connector.fetch import Fetches
@@ -22,12 +22,11 @@ from pdbus.connector.own_mover import OwnMover, Told
 from pdbus.connector.peer_agents import OF_MEMBERSHIP, start_read
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import earliest
-from pdbus.connector.transfer import Transfer
 
 from . import events as ev
 from .decode import Request, Requests, Source
 from .kv_checks import KvChecks
-from .peers import Peers, key_of, peer_key
+from .peers import Peers, key_of
 from .places import Places
 from .prefill import Prefills
 from .scheduler import Limits, Scheduler
@@ -250,14 +249,7 @@ class NodeCore:
     # ------------------------------------------------------------ fetching
 
     def _choose(self, r: Request, cached: int, now: int) -> Source | None:
-        """The prefill node for a request's next attempt, and how fast reads from it are; or None: computed here."""
-        source = self._source(r, cached, now)
-        if source is None:
-            return None
-        key = peer_key(source.node, source.incarnation, source.epoch)
-        return replace(source, bytes_per_s=self.places.sources.read_bytes_per_s(key, now))
-
-    def _source(self, r: Request, cached: int, now: int) -> Source | None:
+        """The prefill node for a request's next attempt, or None: computed here."""
         if self.mover.healing or self.config.prefill_policy == "local":
             return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self.config.handoff.attempt_ns):
@@ -407,17 +399,16 @@ class NodeCore:
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
         if (transfer := self.fetches.transfers.get(event.read)) is not None:
             self.requests.read_ended(transfer.request, transfer.attempt, event.bytes, event.transfer_ns, now)
-            self._read_measured(transfer, event, now)
+            self._read_measured(transfer.request, event, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:
             self._fetch(ho.ReadDone(read=event.read), now, out)
 
-    def _read_measured(self, transfer: Transfer, event: ev.ReadEnded, now: int) -> None:
-        """A late one, too: the next one is given the time that it needs."""
-        node, incarnation = transfer.peer
-        peer = self.peers.get(node)
-        if peer is not None and peer.incarnation == incarnation and not event.problem:
+    def _read_measured(self, request: bytes, event: ev.ReadEnded, now: int) -> None:
+        r = self.requests.get(request)
+        peer = self.peers.get(r.node) if r is not None else None
+        if peer is not None and not event.problem:
             self.places.read_ended(key_of(peer), event.bytes, event.transfer_ns, now)
 
     def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:

@@ -55,7 +55,6 @@ class Source(Declared):
     epoch: int
     link: str
     block_size: int  # of its KV, in tokens
-    bytes_per_s: int = 0  # what reads from it lately brought; 0: not known
 
 
 @dataclass(slots=True)
@@ -234,7 +233,6 @@ class Requests:
             sampling=replace(r.sampling, prompt_logprobs=None, prompt_logprobs_from=0),
             blocks=r.blocks[: -(-r.prompt_tokens // self._pool.block_size)],
             deadline_ns=r.deadline_ns,
-            bytes_per_s=source.bytes_per_s,
         )
 
     def _run(self, r: Request, computed: int) -> None:

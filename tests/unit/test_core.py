@@ -437,28 +437,6 @@ def test_a_first_token_that_comes_as_its_attempt_fails_is_not_sampled_again(deco
     assert [(row.start, row.count, row.sample) for row in step.rows] == [(0, 9, True)]
 
 
-def test_a_read_is_given_the_time_that_the_one_before_needed() -> None:
-    """That one may have been too late for its request: over a slow network none would ever be in time."""
-    node = Node("decode", handoff=HandoffConfig(block_bytes=64))
-    node.up()
-    node.meet_ready()
-    node.generate()
-    node.told(PrefillDone(try_=TRY, lease=LEASE, ready=6, blocks=pack_u32([8, 9]), first_token=b"t"))
-    (slow,) = node.got(ev.StartRead)
-    node.tick(2 * S)
-    assert [m for m in node.said() if isinstance(m, PrefillCancel)], "nothing was known of it"
-    node.tick(S)
-    node.hear(ev.ReadEnded(read=slow.read, bytes=128, transfer_ns=3 * S))
-    assert node.asks(2) == "peer"
-    again = replace(TRY, request=b"2")
-    lease = replace(LEASE, generation=2)
-    node.told(PrefillDone(try_=again, lease=lease, ready=6, blocks=pack_u32([8, 9]), first_token=b"t"))
-    (read,) = node.got(ev.StartRead)
-    node.tick(3 * S)
-    node.hear(ev.ReadEnded(read=read.read, bytes=128, transfer_ns=3 * S))
-    assert node.said() == [TransferDone(try_=again, lease=lease)]
-
-
 def test_an_end_while_fetching_is_told_to_the_prefill_node(decode: Node) -> None:
     decode.generate()
     decode.hear(ev.CancelAsked(client="c"))

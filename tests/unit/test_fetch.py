@@ -56,6 +56,7 @@ from pdbus.connector.handoff import (
     Say,
 )
 from pdbus.connector.pool import BlockPool
+from pdbus.connector.transfer import READ_BYTES_PER_S_LEAST
 
 CONFIG = HandoffConfig()
 S = 1_000_000_000
@@ -397,12 +398,11 @@ def test_nothing_new_is_read_from_a_blocked_peer(d: Decode) -> None:
 
 
 def test_patience_grows_with_the_bytes_to_read() -> None:
-    config = HandoffConfig(block_bytes=1_000_000)
     pool = BlockPool(4, SIZE)
     d = Decode()
-    d.pool, d.fetches = pool, Fetches("d", b"d1", pool, config)
-    d.ask(bytes_per_s=5_000_000)
-    d.said(progress(1))  # 0.2 s expected, so 4 s
+    d.pool, d.fetches = pool, Fetches("d", b"d1", pool, HandoffConfig(block_bytes=2 * READ_BYTES_PER_S_LEAST))
+    d.ask()
+    d.said(progress(1))  # 2 s at least, and 2 s for the block
     assert not any(isinstance(e, AttemptFailed) for e in d.hear(FetchTick(), now=4 * S - 1))
     assert failure(d.hear(FetchTick(), now=4 * S)).cause == "read overdue"
 

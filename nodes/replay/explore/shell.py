@@ -161,7 +161,7 @@ class Shell:
         """The bytes arrive, all of them, and the mover says so."""
         assert read.content is not None
         self._write(read, read.content)
-        return self._hear(ev.ReadEnded(read=read.read))
+        return self._hear(ev.ReadEnded(read=read.read, bytes=1, transfer_ns=1))
 
     def fail(self, read: Read) -> Outputs:
         """Some bytes arrive; then it is certain that no more will."""
