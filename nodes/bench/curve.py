@@ -22,38 +22,59 @@ from pdbus.nodes.cluster import Cluster
 from .bus import callers, in_turns
 from .record import Turn, take_turns
 
-STREAMS = 10  # of each kind
+STARTS = 5  # of all processes: on which core one of them wakes is luck that lasts as long as it lives
+STREAMS = 10  # of each kind, for each start
+
+Trips = tuple[list[float], list[float]]  # microseconds, without keys and with
 
 
 def run(messages: int = 4000, pairs: int = 30, requests: int = 32) -> dict[str, Any]:
-    """What begins with `bus_` is of the bus alone. Ratios of round trips, so many of each kind, are those of their
-    medians; of tokens a second, the medians over pairs of turns. 1: keys cost nothing."""
-    result: dict[str, Any] = uvloop.run(_run(messages, pairs, requests))
+    """What begins with `bus_` is of the bus alone. `messages` round trips of each kind, and `pairs` of turns, spread
+    over `STARTS` starts of all processes. Ratios of round trips are those of the medians of each start, of them the
+    middle one; of tokens a second, the medians over pairs of turns. 1: keys cost nothing."""
+    result: dict[str, Any] = uvloop.run(_run(-(-messages // STARTS), -(-pairs // STARTS), requests))
     return result
 
 
 async def _run(messages: int, pairs: int, requests: int) -> dict[str, Any]:
-    return {**await _bus(messages), **await _nodes(messages, pairs, requests)}
-
-
-async def _bus(messages: int) -> dict[str, float]:
-    async with callers() as (plain, keyed, _):
-        trips = _trips("bus_", *await in_turns(plain.trip, keyed.trip, messages, turn_trips=1))
-        streamed = [(await plain.stream(), await keyed.stream()) for _ in range(1 + STREAMS)][1:]
+    bus = [await _bus(messages) for _ in range(STARTS)]
+    nodes = [await _nodes(messages, pairs, requests) for _ in range(STARTS)]
     return {
-        **trips,
+        **_trips("bus_", [trips for trips, _ in bus]),
+        **_streams([streams for _, of_start in bus for streams in of_start]),
+        **_trips("", [trips for trips, _ in nodes]),
+        **_summary([turns for _, of_start in nodes for turns in of_start]),
+    }
+
+
+async def _bus(messages: int) -> tuple[Trips, list[tuple[float, float]]]:
+    """Round trips, and tokens a second."""
+    async with callers() as (plain, keyed, _):
+        trips = await in_turns(plain.trip, keyed.trip, messages, turn_trips=1)
+        return trips, [(await plain.stream(), await keyed.stream()) for _ in range(1 + STREAMS)][1:]
+
+
+def _trips(prefix: str, starts: list[Trips]) -> dict[str, float]:
+    ratios = sorted(median(keyed) / median(plain) for plain, keyed in starts)
+    plain, keyed = (median(us for trips in kind for us in trips) for kind in zip(*starts, strict=True))
+    return {
+        f"{prefix}rtt_us": plain,
+        f"keys_{prefix}rtt_us": keyed,
+        f"{prefix}rtt_ratio": median(ratios),
+        f"{prefix}rtt_ratio_least": ratios[0],
+        f"{prefix}rtt_ratio_most": ratios[-1],
+    }
+
+
+def _streams(streamed: list[tuple[float, float]]) -> dict[str, float]:
+    return {
         "bus_tokens_per_s": median(plain for plain, _ in streamed),
         "keys_bus_tokens_per_s": median(keyed for _, keyed in streamed),
         "bus_tokens_ratio": median(keyed / plain for plain, keyed in streamed),
     }
 
 
-def _trips(prefix: str, plain_us: list[float], keyed_us: list[float]) -> dict[str, float]:
-    plain, keyed = median(plain_us), median(keyed_us)
-    return {f"{prefix}rtt_us": plain, f"keys_{prefix}rtt_us": keyed, f"{prefix}rtt_ratio": keyed / plain}
-
-
-async def _nodes(messages: int, pairs: int, requests: int) -> dict[str, Any]:
+async def _nodes(messages: int, pairs: int, requests: int) -> tuple[Trips, list[tuple[Turn, Turn]]]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # all to each: whoever sits on one core waits for it
     options: dict[str, str | int | float | bool] = {
         "engine": "coded", "kv_blocks": 4096, "coded_vocab": 4096, "cpus": cores,
@@ -66,8 +87,8 @@ async def _nodes(messages: int, pairs: int, requests: int) -> dict[str, Any]:
             await stack.enter_async_context(cluster)
         without = await stack.enter_async_context(Client(plain.decode[0].address))
         with_ = await stack.enter_async_context(Client(keyed.decode[0].address, keys=folder))
-        trips = _trips("", *await in_turns(without.ledger, with_.ledger, messages, turn_trips=1))
-        return {**trips, **_summary(await take_turns((without, plain), (with_, keyed), pairs, requests))}
+        trips = await in_turns(without.ledger, with_.ledger, messages, turn_trips=1)
+        return trips, await take_turns((without, plain), (with_, keyed), pairs, requests)
 
 
 def _allow_all(keys: KeyFolder, cluster: Cluster) -> None:
