@@ -286,14 +286,14 @@ class Control:
         if isinstance(e.message, PrefillRequest):
             self._send_prefill(e, e.message)
         else:
-            self.endpoint.send(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
+            self.endpoint.tell(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
 
     def _send_prefill(self, e: ev.Send[Message], message: PrefillRequest) -> None:
         request = message.try_.request
         if traceparent := self.intake.traceparent(request):
             message = replace(message, traceparent=traceparent)
         raw = (pack_u32(self.intake.prompt(request)),)
-        self.endpoint.send(e.link, message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
+        self.endpoint.tell(e.link, message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
         self._warm()
 
     def _open_link(self, e: ev.OpenLink) -> None:
@@ -448,7 +448,7 @@ class Control:
                 self.post(ev.ReadDoubtful(read=message.read, problem=message.problem))
             case ipc.MoverAlive():
                 self.intake.probed("mover", message.probe)
-            case ipc.MoverFailed() if self.core.mover_up:
+            case ipc.MoverFailed() if self.core.mover.up:
                 log.error("mover: %s", message.problem)
             case ipc.MoverFailed(setting=setting, problem=problem):
                 self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
@@ -478,7 +478,7 @@ class Control:
         self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
-        if self.core.healing:
+        if self.core.mover.healing:
             log.warning("mover: replaced, since too many blocks wait for reads that do not end")
         if self.mover.running:
             if not self._mover_asked:
