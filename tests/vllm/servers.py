@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -186,14 +187,23 @@ def _ancestors(pid: int) -> list[int]:
 class Pair:
     """A prefill server and a decode server that have found each other."""
 
-    def __init__(self, model: Path, logs: Path, *, prefill: dict[str, Any], drafts: Sequence[str] = ()) -> None:
-        """Both record into `logs`/recordings. `drafts`: options of the decode server's alone."""
+    def __init__(
+        self,
+        model: Path,
+        logs: Path,
+        *,
+        prefill: Mapping[str, Any] = MappingProxyType({}),
+        options: Sequence[str] = (),
+        drafts: Sequence[str] = (),
+    ) -> None:
+        """Both record into `logs`/recordings. `options` are both servers', `drafts` the decode server's alone."""
         bus = f"tcp://127.0.0.1:{free_port()}"
         self.recordings = logs / "recordings"
         same = {"record": str(self.recordings)}
-        self.p = Server(model, logs / "p.log", 0, ours("kv_producer", name="p1", listen=bus, **same, **prefill))
+        transfer = ours("kv_producer", name="p1", listen=bus, **same, **prefill)
+        self.p = Server(model, logs / "p.log", 0, transfer, options=options)
         transfer = ours("kv_consumer", name="d1", join=[bus], pair_wait_s=5, **same)
-        self.d = Server(model, logs / "d.log", 1, transfer, options=drafts)
+        self.d = Server(model, logs / "d.log", 1, transfer, options=(*options, *drafts))
         self._both = ThreadPoolExecutor(16)
 
     def __enter__(self) -> Pair:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,9 @@ ANSWER = 12
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
-def write_latent_model(folder: Path) -> Path:
-    """A random DeepSeek-V2 of two layers, with the sizes of latents that CPU kernels are made for."""
+def write_latent_model(folder: Path, words: Path) -> Path:
+    """A random DeepSeek-V2 of two layers, with the sizes of latents that CPU kernels are made for, and the tokenizer of
+    the model in `words`."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     torch.manual_seed(0)
@@ -36,14 +38,16 @@ def write_latent_model(folder: Path) -> Path:
         initializer_range=0.1,
     )  # fmt: skip
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for file in words.glob("tokenizer*"):
+        shutil.copy(file, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def latent_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model = write_latent_model(tmp_path_factory.mktemp("latent") / "model")
+def latent_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    latent = write_latent_model(tmp_path_factory.mktemp("latent") / "model", model)
     drafts = ("--speculative-config", json.dumps(DRAFTS))
-    with Pair(model, tmp_path_factory.mktemp("logs"), prefill={}, drafts=drafts) as started:
+    with Pair(latent, tmp_path_factory.mktemp("logs"), options=("--dtype", "bfloat16"), drafts=drafts) as started:
         yield started
 
 
