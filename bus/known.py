@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .members import MembershipConfig, MembershipEffect, Peer, PeerState, PeerWatched, SendOn
+from .members import MembershipConfig, MembershipEffect, Peer, PeerAgent, PeerState, PeerUp, PeerWatched, SendOn
 from .messages import Agent, Heartbeat, Hello, Message
 
 UP, SUSPECT, DEAD, LEFT = PeerState.UP, PeerState.SUSPECT, PeerState.DEAD, PeerState.LEFT
@@ -93,6 +93,14 @@ class Known:
 
     def say(self, link: str, message: Message) -> SendOn:
         return SendOn(link=link, kind=message.KIND, message=message, to=self.name, to_inc=self.incarnation)
+
+    def announce(self, verb: str = "greeted") -> list[MembershipEffect]:
+        """Tell the node that the peer is up, unless it was."""
+        was_usable = self.state in USABLE
+        if not self.move(verb) or was_usable:
+            return []
+        peer = self.record()
+        return [PeerUp(peer=peer), *(PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
 
     def unwatch(self) -> list[MembershipEffect]:
         """Comes before whatever makes a watched peer less than up."""

@@ -21,7 +21,7 @@ S = 1_000_000_000
 
 
 class MembershipConfig(Declared):
-    """Who we are, and the numbers of design section 9. `hello.epoch` is only where the epoch starts."""
+    """Who we are, and our timers (docs/protocol.md) and limits. `hello.epoch` is only where the epoch starts."""
 
     name: str
     incarnation: bytes
@@ -81,11 +81,6 @@ class Peer(Declared):
     last_heard_ns: int = 0
     draining: bool = False
     busy: bool = False
-
-    @property
-    def agent(self) -> Agent | None:
-        """Rank 0's agent."""
-        return self.agents[0] if self.agents else None
 
 
 # ---------------------------------------------------------------- events

@@ -1,4 +1,4 @@
-"""Who is there, which life of it, and may we use it? (design, sections 5, 6 and 9; handoff.md, R11 and R12)
+"""Who is there, which life of it, and may we use it? (docs/protocol.md: "A member", R11 and R12)
 
 Theory of operation. A *peer* is a node that has said hello to us or welcomed us; it is known by name, and exactly
 one of its incarnations is current. Only a hello (or the welcome that answers ours) on a new connection makes
@@ -10,9 +10,8 @@ Every node calls what it was asked to join, and then whomever a welcome names: s
 all, whichever member it joined. A decode node also calls back a prefill node that says hello, since decode nodes ask
 and prefill nodes answer. `dials` keeps those calls. Tools and clients (no geometry) are welcomed and forgotten.
 
-Liveness is judged only along links in use: we ping, and any message counts. Silence is our judgement alone. It
-makes a peer suspect, then dead: not chosen, called anew, and never a reason to end a lease. A pause of our own is
-not the peer's silence. A cut connection makes a peer suspect at once and starts the pings.
+Whether a peer still lives is judged in `liveness`, what the operator asked for is kept in `commands`, and what we say
+of ourselves in `own`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from .commands import Commands
 from .compatibility import DECODE_ROLES, PREFILL_ROLES, Unreadable, describe, differences
 from .dials import Dial, Dials, DialState
 from .known import DEAD, LEFT, LIVE, REMOVED, REMOVING, UP, USABLE, Known
-from .messages import Agent, Drain, Goodbye, Heartbeat, Hello, Member, Message, Refused, StalePeer, Welcome
+from .liveness import Liveness
+from .messages import Drain, Goodbye, Hello, Member, Refused, StalePeer, Welcome
+from .own import Own
 from .roster import Roster
 from .wire import Header, replace
 
@@ -41,13 +42,11 @@ class Membership:
         """`unreadable` tells whether two nodes' KV geometries work together."""
         self._config = config
         self._unreadable = unreadable
-        self._hello = config.hello
+        self._own = Own(config.hello)
         self._roster = Roster(config, unreadable)
         self._dials = Dials(config)
         self._commands = Commands(config, self._roster, self._dials)
-        self._agents: dict[int, Agent] = {}
-        self._load = Heartbeat()
-        self._draining = False
+        self._liveness = Liveness(config, self._own, self._roster, self._dials, self._commands)
         self._leaving = False
         self._deadline: int | None = None
         self._deadline_known = False
@@ -67,8 +66,8 @@ class Membership:
             ms.DrainReceived: self._drain_received,
             ms.StaleReceived: self._stale_received,
             ms.Tick: self._tick,
-            ms.BusyChanged: self._busy_changed,
-            ms.WatchChanged: self._watch_changed,
+            ms.BusyChanged: self._liveness.busy_changed,
+            ms.WatchChanged: self._liveness.watch_changed,
             ms.OwnAgentChanged: self._own_agent_changed,
             ms.OwnLoadChanged: self._own_load_changed,
             ms.DrainStarted: self._drain_started,
@@ -114,17 +113,9 @@ class Membership:
         elif after is not None and (self._deadline is None or after < self._deadline):
             self._deadline = after
 
-    def accepts(self, header: Header, kind: str) -> bool:
-        """Whether a message may be acted on: both incarnations are current, and a hello came first if it must."""
-        return not self._roster.stale(header, kind)
-
     def peer(self, name: str) -> ms.Peer | None:
         known = self._roster.get(name)
         return known.record() if known else None
-
-    def peers(self) -> list[ms.Peer]:
-        """Those that are up or suspect."""
-        return [p.record() for p in self._roster.usable()]
 
     def prefill_names(self) -> list[str]:
         """Those that a decode node may send a new prompt to: up, not draining, with a link."""
@@ -145,56 +136,25 @@ class Membership:
     @property
     def hello(self) -> Hello:
         """What we say of ourselves now."""
-        return self._hello
+        return self._own.hello
 
     # ------------------------------------------------------------ asked by the node
 
     def _drain_started(self, event: ms.DrainStarted, now_ns: int) -> list[ms.MembershipEffect]:
-        self._draining = True
+        self._own.draining = True
         return [p.say(p.link, Drain()) for p in self._roster.usable()]
 
     def _leave(self, event: ms.Leaving, now_ns: int) -> list[ms.MembershipEffect]:
         self._leaving = True
         return [p.say(p.link, Goodbye(reason=event.reason)) for p in self._roster.usable()]
 
-    def _busy_changed(self, event: ms.BusyChanged, now_ns: int) -> list[ms.MembershipEffect]:
-        known = self._roster.get(event.peer)
-        if known is None or known.busy == event.busy:
-            return [ms.rejected(event, "no such peer" if known is None else "no change")]
-        if event.busy:
-            known.use(now_ns)
-        else:
-            known.use_until_ns = now_ns + self._config.in_use_ns
-        known.busy = event.busy
-        return self._commands.removed(known) if known.state is REMOVING and not event.busy else []
-
-    def _watch_changed(self, event: ms.WatchChanged, now_ns: int) -> list[ms.MembershipEffect]:
-        known = self._roster.get(event.peer)
-        if known is None or known.state is not UP or known.watched == event.watched:
-            return [ms.rejected(event, "no change, or no peer that is up")]
-        if not event.watched:
-            known.forgive(now_ns)
-            return known.unwatch()
-        known.watched = True
-        return [ms.PeerWatched(peer=known.record(), watched=True)]
-
     def _own_agent_changed(self, event: ms.OwnAgentChanged, now_ns: int) -> list[ms.MembershipEffect]:
-        if event.agent.epoch < self._hello.epoch:
-            return [ms.rejected(event, f"epoch {event.agent.epoch} is over, {self._hello.epoch} is current")]
-        if event.agent.epoch > self._hello.epoch:
-            self._agents.clear()
-            self._hello = replace(self._hello, epoch=event.agent.epoch)
-        self._agents[event.agent.rank] = event.agent
+        if not self._own.change_agent(event):
+            return [ms.rejected(event, f"epoch {event.agent.epoch} is over, {self._own.hello.epoch} is current")]
         return [p.say(p.link, event.agent) for p in self._roster.usable()]
 
     def _own_load_changed(self, event: ms.OwnLoadChanged, now_ns: int) -> list[ms.MembershipEffect]:
-        self._load = Heartbeat(
-            waiting_prefill_tokens=event.waiting_prefill_tokens,
-            running=event.running,
-            free_blocks=event.free_blocks,
-            prefill_tokens_per_s=event.prefill_tokens_per_s,
-            prefill_step_us=event.prefill_step_us,
-        )
+        self._own.change_load(event)
         return []
 
     # ------------------------------------------------------------ links
@@ -202,7 +162,7 @@ class Membership:
     def _link_opened(self, event: ms.LinkOpened, now_ns: int) -> list[ms.MembershipEffect]:
         if not self._dials.opened(event.address, event.link, now_ns):
             return [*ms.closing(event.link), ms.rejected(event, "no longer wanted")]
-        return [ms.SendOn(link=event.link, kind=Hello.KIND, message=self._hello)]
+        return [ms.SendOn(link=event.link, kind=Hello.KIND, message=self._own.hello)]
 
     def _link_failed(self, event: ms.LinkFailed, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.at(event.address)
@@ -220,17 +180,13 @@ class Membership:
         known = self._roster.get(dial.name)
         if known is None or known.state not in LIVE:
             return [ms.rejected(event, "no live peer there", event.link)]
-        unwatched = known.unwatch()
-        known.move("cut", event.reason or "the connection was cut")
-        known.use_for(now_ns, self._config.in_use_ns)
-        known.cut(now_ns)
-        return unwatched
+        return self._liveness.cut(known, event.reason or "the connection was cut", now_ns)
 
     # ------------------------------------------------------------ hello, welcome, refused
 
     def _hello_received(self, event: ms.HelloReceived, now_ns: int) -> list[ms.MembershipEffect]:
         header, hello = event.header, event.message
-        refusal = self._roster.refusal(event, self._hello, self._dials, now_ns)
+        refusal = self._roster.refusal(event, self._own.hello, self._dials, now_ns)
         if refusal is None and (reason := self._name_taken(header, hello, now_ns)):
             refusal = Refused(reason=reason)
         if refusal := LEAVING if self._leaving else refusal:
@@ -239,14 +195,14 @@ class Membership:
                 effects.append(ms.TurnedAway(name=header.from_, address=hello.address, reason=refusal.reason))
             return effects
         welcome = ms.answer(
-            event.link, header, Welcome(hello=self._hello, members=self._roster.introduce(header.from_))
+            event.link, header, Welcome(hello=self._own.hello, members=self._roster.introduce(header.from_))
         )
         if hello.geometry is None:
             return [welcome]
         known, effects = self._greeted(header, hello, now_ns)
         known.inn = event.link
         self._want(known, now_ns)
-        return [*effects, welcome, *self._present(known, event.link), *self._announce(known)]
+        return [*effects, welcome, *self._present(known, event.link), *known.announce()]
 
     def _name_taken(self, header: Header, hello: Hello, now_ns: int) -> str:
         """Why this life cannot have its name. Who has it is looked at: on an idle link it may have vanished."""
@@ -268,7 +224,7 @@ class Membership:
             # It has welcomed us, takes us for a member, and would not know.
             bye = ms.answer(event.link, header, Goodbye(reason=reason))
             return [bye, *self._refuse_call(dial, reason, now_ns, flush=True), ms.rejected(event, reason, event.link)]
-        if not reason and (fields := differences(self._hello, hello, self._unreadable)):
+        if not reason and (fields := differences(self._own.hello, hello, self._unreadable)):
             reason, dial.name = describe(fields), dial.name or header.from_
         if reason:
             return [*self._refuse_call(dial, reason, now_ns), ms.rejected(event, reason, event.link)]
@@ -289,12 +245,12 @@ class Membership:
             self._dials.drop(dial)
             known.also_at(dial.address)
             rejected = ms.rejected(event, f"{header.from_} has a link already", event.link)
-            return [*ms.closing(event.link), known.say(known.out, self._heartbeat()), rejected]
+            return [*ms.closing(event.link), known.say(known.out, self._own.heartbeat()), rejected]
         known, effects = self._greeted(header, hello, now_ns)
         known.out = event.link
         self._dials.welcome(dial, known.name, now_ns)
         self._learn(event.message.members, now_ns)
-        return [*effects, *self._present(known, event.link), *self._announce(known)]
+        return [*effects, *self._present(known, event.link), *known.announce()]
 
     def _refused_received(self, event: ms.RefusedReceived, now_ns: int) -> list[ms.MembershipEffect]:
         dial = self._dials.on(event.link)
@@ -304,7 +260,7 @@ class Membership:
         effects = self._refuse_call(dial, event.message.reason, now_ns)
         known = self._roster.get(dial.name)
         if known is not None and known.state in LIVE and known.incarnation == event.header.from_inc:
-            effects += self._lost(known, event.message.reason, now_ns)
+            effects += self._liveness.lost(known, event.message.reason, now_ns)
         return effects
 
     def _refuse_call(self, dial: Dial, reason: str, now_ns: int, *, flush: bool = False) -> list[ms.MembershipEffect]:
@@ -357,18 +313,8 @@ class Membership:
         return [*effects, ms.PeerDown(peer=over, reason=reason, proven=True)]
 
     def _present(self, known: Known, link: str) -> list[ms.MembershipEffect]:
-        """What follows a welcome: our agents, and that we drain."""
-        own: list[Message] = [self._agents[rank] for rank in sorted(self._agents)]
-        own += [Drain()] if self._draining else []
-        return [known.say(link, message) for message in own]
-
-    def _announce(self, known: Known, verb: str = "greeted") -> list[ms.MembershipEffect]:
-        """Tell the node that the peer is up, unless it was."""
-        was_usable = known.state in USABLE
-        if not known.move(verb) or was_usable:
-            return []
-        peer = known.record()
-        return [ms.PeerUp(peer=peer), *(ms.PeerAgent(peer=peer, agent=agent) for agent in peer.agents)]
+        """What follows a welcome."""
+        return [known.say(link, message) for message in self._own.after_welcome()]
 
     def _learn(self, members: Sequence[Member], now_ns: int) -> None:
         """Who joins calls everyone that a welcome names, whatever they do, so that all come to know it, and it them."""
@@ -390,7 +336,7 @@ class Membership:
             and address not in ("", dial.address)
         ):
             self._dials.drop(dial)
-        if self._hello.role in DECODE_ROLES and known.hello.role in PREFILL_ROLES:
+        if self._own.hello.role in DECODE_ROLES and known.hello.role in PREFILL_ROLES:
             self._call(known.name, address, now_ns)
 
     def _call(self, name: str, address: str, now_ns: int) -> None:
@@ -398,7 +344,7 @@ class Membership:
         if not address:
             return
         known = self._roster.get(name)
-        if (known and known.state in (REMOVING, REMOVED)) or address == self._hello.address:
+        if (known and known.state in (REMOVING, REMOVED)) or address == self._own.hello.address:
             return
         dial = self._dials.at(address)
         if dial is None and not self._dials.full() and self._dials.named(name) is None:
@@ -410,21 +356,7 @@ class Membership:
 
     def _heard(self, event: ms.Heard, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
-        return self._listen(known, event.link, now_ns) if known else []
-
-    def _listen(self, known: Known, link: str, now_ns: int) -> list[ms.MembershipEffect]:
-        """It lives. One judged dead is up again where it calls us, else it is called anew at once."""
-        known.heard(now_ns)
-        if link != known.out:
-            known.inn = link
-        if known.state is UP:
-            return []
-        dial = self._dials.named(known.name) if known.state is DEAD else None
-        if dial is None:
-            return self._announce(known, "heard")
-        if dial.state is DialState.WAITING:
-            dial.due_ns = min(dial.due_ns, now_ns)
-        return []
+        return self._liveness.heard(known, event.link, now_ns) if known else []
 
     def _refused_as_stale(self, event: ms.MembershipEvent) -> list[ms.MembershipEffect] | None:
         """What another life says, or says to another life, is answered and not acted on. None: it may be."""
@@ -446,7 +378,7 @@ class Membership:
         ranks = known.hello.geometry.ranks if known.hello.geometry else 1
         if not 0 <= agent.rank < ranks:
             return [ms.rejected(event, f"an agent of rank {agent.rank}, but it has {ranks}", event.link)]
-        effects = self._listen(known, event.link, now_ns)
+        effects = self._liveness.heard(known, event.link, now_ns)
         if agent.epoch < known.epoch or known.agents.get(agent.rank) == agent:
             return effects
         known.raise_epoch(agent.epoch)
@@ -458,10 +390,12 @@ class Membership:
         known = self._roster.get(event.header.from_)
         if known is not None:
             known.load, known.load_ns = event.message, now_ns
-            effects = self._listen(known, event.link, now_ns)
+            effects = self._liveness.heard(known, event.link, now_ns)
             if known.out and event.message.epoch > (known.epoch if known.agents else 0):
-                effects.append(known.say(known.out, self._hello))  # a cut took its agents; they follow a hello
-        return [*effects, ms.answer(event.link, event.header, self._heartbeat())] if event.message.reply else effects
+                effects.append(known.say(known.out, self._own.hello))  # a cut took its agents; they follow a hello
+        if event.message.reply:
+            effects.append(ms.answer(event.link, event.header, self._own.heartbeat()))
+        return effects
 
     def _goodbye_received(self, event: ms.GoodbyeReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
@@ -477,13 +411,13 @@ class Membership:
         unwatched = known.unwatch()
         known.move("goodbye", why)
         known.inn = ""
-        return unwatched + self._down(known, why, True, now_ns)
+        return unwatched + self._liveness.down(known, why, True, now_ns)
 
     def _drain_received(self, event: ms.DrainReceived, now_ns: int) -> list[ms.MembershipEffect]:
         known = self._roster.get(event.header.from_)
         if known is None:
             return [ms.DrainAsked(link=event.link, cause=event.header.seq)]
-        effects = self._listen(known, event.link, now_ns)
+        effects = self._liveness.heard(known, event.link, now_ns)
         known.draining = True
         return [*effects, ms.PeerDraining(peer=known.record())]
 
@@ -497,61 +431,16 @@ class Membership:
         known = self._roster.live_on(event.link)
         if known is None:
             return [ms.rejected(event, "no live peer there", event.link)]
-        return self._lost(known, "it answered stale_peer: one of us was restarted", now_ns)
+        return self._liveness.lost(known, "it answered stale_peer: one of us was restarted", now_ns)
 
     # ------------------------------------------------------------ time
 
     def _tick(self, event: ms.Tick, now_ns: int) -> list[ms.MembershipEffect]:
         due = self.next_deadline()
         if due is not None and now_ns - due > self._config.heartbeat_ns:
-            for known in self._roster.all():
-                known.forgive(now_ns)  # it was us who paused
+            self._liveness.forgive(now_ns)
         effects: list[ms.MembershipEffect] = []
         for dial in self._dials.overdue(now_ns):
             effects += ms.closing(dial.link)
             effects += self._call_failed(dial, f"no answer within {self._config.handshake_ns / 1e9:g} s", now_ns)
-        for known in self._roster.all():
-            if known.state in LIVE:
-                effects += self._watch(known, now_ns)
-        return effects
-
-    def _watch(self, known: Known, now_ns: int) -> list[ms.MembershipEffect]:
-        if known.watched:
-            return []
-        if known.state is REMOVING and now_ns >= known.remove_ns:
-            return self._commands.removed(known)
-        if not known.in_use(now_ns):
-            known.ping_ns = max(known.ping_ns, known.use_until_ns)  # no ping is owed for a use that is over
-            if now_ns < known.last_heard_ns + self._config.idle_ns:
-                return []
-            known.use_for(now_ns, self._config.dead_ns + self._config.heartbeat_ns)
-        silent_ns = now_ns - known.silent_since_ns
-        if known.cut_since_ns is not None and now_ns >= known.cut_since_ns + self._config.cut_ns:
-            return self._lost(known, "the connection was cut and nothing has been heard since", now_ns)
-        if silent_ns >= self._config.dead_ns:
-            return self._lost(known, f"silent for {silent_ns / 1e9:.1f} s", now_ns)
-        if silent_ns >= self._config.suspect_ns:
-            known.move("silent", f"silent for {silent_ns / 1e9:.1f} s")
-        if now_ns < known.ping_ns:
-            return []
-        known.ping_ns = now_ns + self._config.heartbeat_ns
-        return [known.say(known.link, self._heartbeat(reply=True))]
-
-    def _lost(self, known: Known, reason: str, now_ns: int) -> list[ms.MembershipEffect]:
-        """Our judgement only: nothing is proven."""
-        if known.state is REMOVING:
-            return self._commands.removed(known)
-        unwatched = known.unwatch()
-        known.move("lost", reason)
-        return unwatched + self._down(known, reason, False, now_ns)
-
-    def _down(self, known: Known, reason: str, proven: bool, now_ns: int) -> list[ms.MembershipEffect]:
-        effects = ms.closing(known.out)
-        dial = self._dials.on(known.out)
-        if dial is not None:
-            self._dials.fail(dial, reason, now_ns)
-        known.out = ""
-        return [*effects, ms.PeerDown(peer=known.record(), reason=reason, proven=proven)]
-
-    def _heartbeat(self, *, reply: bool = False) -> Heartbeat:
-        return replace(self._load, reply=reply, epoch=self._hello.epoch if self._agents else 0)
+        return effects + self._liveness.look(now_ns)

@@ -17,7 +17,7 @@ class Message(Declared):
     KIND: ClassVar[str] = ""
 
 
-# ---------------------------------------------------------------- identity (design, section 5)
+# ---------------------------------------------------------------- identity
 
 
 class TryId(Declared):
@@ -374,7 +374,7 @@ class Cancelled(Message):
     client_id: str
 
 
-# ---------------------------------------------------------------- the hand-off (handoff.md)
+# ---------------------------------------------------------------- the hand-off
 
 
 class PrefillRequest(Message):

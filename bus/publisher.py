@@ -29,7 +29,6 @@ from .pump import Pump
 from .sockets import configure
 from .wire import Header
 
-TOPIC_BYTES_MAX = 256
 EVENT_GROUPS = ("kv", "lease", "node", "request")  # what nodes publish
 MARK = b"\xff"  # how a mark begins: no topic does, since this is no UTF-8; and it sorts behind all of them
 MARK_BYTES = 16  # random ones that follow

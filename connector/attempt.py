@@ -248,7 +248,7 @@ def snapshot_of(told: Announcement) -> RenewedEntry:
     )
 
 
-def check(event: FetchAsked, last: Fetch | None, size: int) -> None:
+def check_asked(event: FetchAsked, last: Fetch | None, size: int) -> None:
     """Raises LocalProtocolError for an attempt that makes no sense after the `last` one, in blocks of `size` tokens."""
     if last is not None and last.state is not FetchState.NEXT:
         raise LocalProtocolError(f"attempt {last.try_.attempt} of {event.request.hex()} is still {last.state}")

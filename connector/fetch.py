@@ -59,7 +59,7 @@ from .attempt import (
     FetchState,
     Step,
     Why,
-    check,
+    check_asked,
     snapshot_of,
 )
 from .handoff import (
@@ -158,10 +158,6 @@ class Fetches:
         """R9: asking this node now would fail at once."""
         return self.transfers.peer_blocked(node, incarnation)
 
-    def active(self) -> int:
-        """How many requests are reading or claiming."""
-        return sum(len(requests) for requests in self._by_peer.values())
-
     def rows(self) -> list[dict[str, Any]]:
         """Every request known here, for status and ledger; open reads are in `transfers.rows()`."""
         return [fetch.row(self._owner.block_size) for fetch in self._fetches.values()]
@@ -170,7 +166,7 @@ class Fetches:
 
     def _asked(self, event: FetchAsked, now_ns: int) -> list[FetchEffect]:
         last = self._fetches.get(event.request)
-        check(event, last, self._owner.block_size)
+        check_asked(event, last, self._owner.block_size)
         try_ = TryId(node=self.name, incarnation=self.incarnation, request=event.request, attempt=event.attempt)
         first = last.first_token if last else None
         fetch = Fetch(asked=event, try_=try_, epoch=event.epoch, first_token=first, posted=event.have)
@@ -223,8 +219,7 @@ class Fetches:
         fetch = self._current(told.try_)
         if fetch is None:
             return self._told_too_late(event, told)
-        prefill_ns = told.prefill_ns if isinstance(told, PrefillDone) else 0
-        return self._announced(event, fetch, snapshot_of(told), prefill_ns, now_ns)
+        return self._announced(event, fetch, snapshot_of(told), now_ns)
 
     def _told_too_late(self, event: OwnerSaid, told: Announcement) -> list[FetchEffect]:
         """P works for a try that is over. Not stored: if this cancel is lost too, the lease expires."""
@@ -244,7 +239,7 @@ class Fetches:
         if entry.held:
             if fetch.peer not in self._watched:
                 self._clocks.set((Clock.RENEWED, fetch.asked.request), now_ns + self._renewed_within_ns())
-            return self._announced(event, fetch, entry, 0, now_ns)
+            return self._announced(event, fetch, entry, now_ns)
         if fetch.lease is None or entry.lease != fetch.lease or not self._is_from(event, fetch):
             return []  # said before P had the request, or of another lease: nothing about ours
         return self._fail(fetch, Why.NOT_HELD, now_ns)
@@ -267,7 +262,7 @@ class Fetches:
         if fetch is None or not self._is_from(event, fetch) or fetch.lease not in (None, failed.lease):
             self.counters["prefill.failed.late"] += 1
             return []
-        return self._fail(fetch, Why.REFUSED, now_ns, failed.cause, failed.retry_after_ms)
+        return self._fail(fetch, Why.REFUSED, now_ns, failed.cause)
 
     def _stale_peer(self, event: OwnerSaid, stale: StalePeer, now_ns: int) -> list[FetchEffect]:
         """What we said reached another life of the node than it was meant for."""
@@ -305,9 +300,7 @@ class Fetches:
 
     # ------------------------------------------------------------ announcements and reads
 
-    def _announced(
-        self, event: OwnerSaid, fetch: Fetch, told: RenewedEntry, prefill_ns: int, now_ns: int
-    ) -> list[FetchEffect]:
+    def _announced(self, event: OwnerSaid, fetch: Fetch, told: RenewedEntry, now_ns: int) -> list[FetchEffect]:
         """Binds the lease, freezes the first token, posts reads for what is new, claims when that was all."""
         lease = told.lease
         if lease is None or not self._is_from(event, fetch) or lease != (fetch.lease or lease):
@@ -323,10 +316,10 @@ class Fetches:
             return self._fail(fetch, Why.EPOCH_ENDED, now_ns)
         if not fetch.consistent(told):
             return self._fail(fetch, Why.PROTOCOL, now_ns)
-        effects = self._learn(fetch, told, prefill_ns)
+        effects = self._learn(fetch, told)
         return effects + self._post(fetch, now_ns) + self._claim_if_complete(fetch, now_ns)
 
-    def _learn(self, fetch: Fetch, told: RenewedEntry, prefill_ns: int) -> list[FetchEffect]:
+    def _learn(self, fetch: Fetch, told: RenewedEntry) -> list[FetchEffect]:
         effects: list[FetchEffect] = []
         request, attempt = fetch.try_.request, fetch.try_.attempt
         if told.ready > fetch.ready:
@@ -336,7 +329,7 @@ class Fetches:
             effects.append(FirstTokenKnown(request=request, attempt=attempt, payload=told.first_token))
         if told.finished and not fetch.finished:
             fetch.finished, fetch.digests = True, told.block_digests
-            effects.append(PrefillFinished(request=request, attempt=attempt, prefill_ns=prefill_ns))
+            effects.append(PrefillFinished(request=request, attempt=attempt))
         return effects
 
     def _post(self, fetch: Fetch, now_ns: int) -> list[FetchEffect]:
@@ -349,7 +342,7 @@ class Fetches:
             return self._fail(fetch, Why.PEER_BLOCKED, now_ns)
         assert lease is not None
         target = asked.blocks[begin // size : -(-end // size)]
-        read = self.transfers.post(asked.request, fetch.peer, target, asked.bytes_per_s, now_ns)
+        read = self.transfers.post(asked.request, asked.attempt, fetch.peer, target, now_ns)
         fetch.reading[read] = None
         fetch.posted = end
         return [
@@ -457,7 +450,7 @@ class Fetches:
 
     # ------------------------------------------------------------ an attempt ends
 
-    def _fail(self, fetch: Fetch, why: Why, now_ns: int, cause: str = "", retry_after_ms: int = 0) -> list[FetchEffect]:
+    def _fail(self, fetch: Fetch, why: Why, now_ns: int, cause: str = "") -> list[FetchEffect]:
         failure = FAILURES[why]
         if fetch.state not in failure.states:
             self.counters[f"ignored.{why}"] += 1
@@ -469,7 +462,6 @@ class Fetches:
             attempt=fetch.try_.attempt,
             cause=cause or why.value,
             node=fetch.asked.node,
-            retry_after_ms=retry_after_ms,
             peer_suspect=failure.suspect,
         )
         return [*effects, failed]

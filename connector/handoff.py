@@ -42,7 +42,7 @@ class Holder(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a lease ended. Exactly one is recorded for each (design, invariant 3)."""
+    """Why a lease ended. Exactly one is recorded for each (R5)."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -79,7 +79,7 @@ class BlockOwner(Protocol):
 
 
 class HandoffConfig(Declared):
-    """Timers of the hand-off (design, section 9). For liveness and waste only: no rule needs one to be safe."""
+    """Timers of the hand-off (docs/protocol.md). For liveness and waste only: no rule needs one to be safe."""
 
     lease_ns: int = 30_000_000_000
     renew_ns: int = 5_000_000_000
@@ -88,9 +88,8 @@ class HandoffConfig(Declared):
     answer_ns: int = 1_000_000_000  # accepted or failed, repeated once
     tombstone_ns: int = 60_000_000_000
     tombstones_max: int = 65_536
-    read_floor_ns: int = 2_000_000_000  # transfer deadline: max(floor, factor x expected)
-    read_factor: int = 20
-    block_bytes: int = 0  # of one KV block, for the expected time of a read; 0: the floor alone
+    read_floor_ns: int = 2_000_000_000  # a read is late after so long, and more by its size (transfer.py)
+    block_bytes: int = 0  # of one KV block; 0: the size does not count
     leases_max: int = 4_096  # a bound on what strangers' requests may allocate
     digest_layers: int = 0  # KV digests of so many layers are asked for and checked; 0: none are
     staged: bool = False  # reads begin and land in a mirror of the device's memory (staging.py)
@@ -269,7 +268,6 @@ class FetchAsked(FetchEvent):
     sampling: Sampling
     blocks: tuple[int, ...]
     deadline_ns: int
-    bytes_per_s: int = 0  # recent bandwidth from that node; 0: unknown
     pair: bytes = b""  # names the request that the prefill node has of its own; b'': it is told the prompt
 
 
@@ -416,7 +414,6 @@ class PrefillFinished(FetchEffect):
 
     request: bytes
     attempt: int
-    prefill_ns: int
 
 
 class ReadsFinished(FetchEffect):
@@ -434,16 +431,13 @@ class Fetched(FetchEffect):
 
 
 class AttemptFailed(FetchEffect):
-    """This attempt is over; its blocks must not be used again by the request. Another may be tried.
-
-    `retry_after_ms` is the prefill node's hint; `peer_suspect`: choose another node for a while.
-    """
+    """This attempt is over; its blocks must not be used again by the request. Another may be tried. `peer_suspect`:
+    choose another node for a while."""
 
     request: bytes
     attempt: int
     cause: str
     node: str
-    retry_after_ms: int = 0
     peer_suspect: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What control, workers and movers of one node say to each other, over ZMQ PAIR on ipc:// (design, section 3).
+"""What control, workers and movers of one node say to each other, over ZMQ PAIR on ipc://.
 
 The sequence of a request inside a worker is named by `seq`, a counter of control's. A worker keeps each
 sequence's token ids (prompt, then what was sampled or forced) and its block table; steps say only what is new.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 from pdbus.bus import members as ms
 from pdbus.bus.compatibility import PREFILL_ROLES
@@ -15,6 +16,7 @@ from .handoff import (
     OwnerEpoch,
     OwnerGone,
     OwnerWatched,
+    PostRead,
     ReaderCame,
     ReaderGone,
     ReaderWatched,
@@ -24,6 +26,14 @@ from .timers import earliest
 RELOAD_NS = 30_000_000_000  # an agent that could not be loaded is tried again so much later: a network may heal
 
 News = FetchEvent | OfferEvent
+
+OF_MEMBERSHIP: dict[type[ev.NodeEvent], Callable[[Any], ms.MembershipEvent]] = {  # what it alone decides about
+    ev.LinkOpened: lambda e: ms.LinkOpened(address=e.address, link=e.link),
+    ev.LinkFailed: lambda e: ms.LinkFailed(address=e.address, problem=e.problem),
+    ev.LinkLost: lambda e: ms.LinkLost(link=e.link, reason=e.reason),
+    ev.JoinAsked: lambda e: ms.JoinAsked(address=e.address),
+    ev.WatchChanged: lambda e: ms.WatchChanged(peer=e.peer, watched=e.watched),
+}
 
 
 class PeerAgents:
@@ -173,6 +183,19 @@ class PeerAgents:
 def peer_key(name: str, incarnation: bytes, epoch: int | str) -> str:
     """Node, incarnation and epoch in one string: what the mover calls a peer. Never reused."""
     return f"{name}/{incarnation.hex()}/{epoch}"
+
+
+def start_read(read: PostRead) -> ev.StartRead:
+    """What the mover is told of it."""
+    return ev.StartRead(
+        read=read.read,
+        peer=peer_key(read.node, read.incarnation, read.epoch),
+        begin=read.begin,
+        end=read.end,
+        source=read.source,
+        target=read.target,
+        request=read.request,
+    )
 
 
 def _node_event(event: str, peer: ms.Peer, **data: object) -> ev.Publish:

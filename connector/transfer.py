@@ -30,6 +30,7 @@ from .timers import Timers
 
 Peer = tuple[str, bytes]  # node, incarnation
 NS_PER_S = 1_000_000_000
+READ_BYTES_PER_S_LEAST = 32 << 20  # a quarter of gigabit Ethernet: over less it is sooner computed
 LATE_SHARE_MAX = 4  # a quarter of a pool may lie behind reads that do not end
 
 
@@ -77,6 +78,7 @@ class Transfer:
 
     read: int
     request: bytes
+    attempt: int
     peer: Peer
     target: tuple[int, ...]
     state: ReadState = ReadState.POSTED
@@ -98,12 +100,16 @@ class Transfers:
         """How many reads may still write."""
         return len(self._open)
 
-    def post(self, request: bytes, peer: Peer, target: tuple[int, ...], bytes_per_s: int, now_ns: int) -> int:
-        """A new read's id; its target blocks are held IN_FLIGHT from now on. `bytes_per_s` 0: unknown."""
+    def get(self, read: int) -> Transfer | None:
+        """None: it is terminal, or was never posted."""
+        return self._open.get(read)
+
+    def post(self, request: bytes, attempt: int, peer: Peer, target: tuple[int, ...], now_ns: int) -> int:
+        """A new read's id; its target blocks are held IN_FLIGHT from now on."""
         self._owner.hold(target, Holder.IN_FLIGHT)
         self._last += 1
-        self._open[self._last] = Transfer(read=self._last, request=request, peer=peer, target=target)
-        self._deadlines.set(self._last, now_ns + self._patience_ns(len(target), bytes_per_s))
+        self._open[self._last] = Transfer(self._last, request, attempt, peer, target)
+        self._deadlines.set(self._last, now_ns + self._patience_ns(len(target)))
         return self._last
 
     def hear(self, read: int, heard: Heard) -> Transfer | None:
@@ -172,9 +178,6 @@ class Transfers:
             if not late:
                 del self._late[transfer.peer]
 
-    def _patience_ns(self, blocks: int, bytes_per_s: int) -> int:
+    def _patience_ns(self, blocks: int) -> int:
         """How long the request waits: long enough for a busy peer, short enough to try another one."""
-        if not bytes_per_s:
-            return self._config.read_floor_ns
-        expected_ns = blocks * self._config.block_bytes * NS_PER_S // bytes_per_s
-        return max(self._config.read_floor_ns, self._config.read_factor * expected_ns)
+        return self._config.read_floor_ns + blocks * self._config.block_bytes * NS_PER_S // READ_BYTES_PER_S_LEAST

@@ -1,4 +1,4 @@
-"""Which ports a node ends up with: what was asked for or an error, of the defaults the next free triple (design, 9)."""
+"""Which ports a node ends up with: what was asked for or an error, of the defaults the next free triple."""
 
 from __future__ import annotations
 

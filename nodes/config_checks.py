@@ -113,7 +113,7 @@ def _check_sizes(c: Chosen, given: Given) -> None:
 
 
 def _check_timers(c: Chosen, given: Given) -> None:
-    """A lease must outlive two lost renewals and the claim with its two repeats (design, section 9). The same for every
+    """A lease must outlive two lost renewals and the claim with its two repeats. The same for every
     role: what one node of a pair keeps, the other renews."""
     lease, renew, claim, least = (
         show_duration(ns) for ns in (c["lease"], c["renew"], c["claim"], 3 * c["renew"] + 3 * c["claim"])

@@ -444,7 +444,7 @@ class Control:
                 self.post(ev.ReadDoubtful(read=message.read, problem=message.problem))
             case ipc.MoverAlive():
                 self.intake.probed("mover", message.probe)
-            case ipc.MoverFailed() if self.core.mover_up:
+            case ipc.MoverFailed() if self.core.mover.up:
                 log.error("mover: %s", message.problem)
             case ipc.MoverFailed(setting=setting, problem=problem):
                 self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
@@ -474,7 +474,7 @@ class Control:
         self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
-        if self.core.healing:
+        if self.core.mover.healing:
             log.warning("mover: replaced, since too many blocks wait for reads that do not end")
         if self.mover.running:
             if not self._mover_asked:

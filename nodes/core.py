@@ -7,36 +7,33 @@ no event can leave work lying. The same events at the same times give the same e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import (
-    Agent,
-    Heartbeat,
-    Message,
-    PrefillFailed,
-    PrefillRequest,
-)
+from pdbus.bus.messages import Heartbeat, Message, PrefillFailed, PrefillRequest
 from pdbus.bus.wire import Declared, to_plain
 from pdbus.connector import handoff as ho
 from pdbus.connector import staging as st
 from pdbus.connector.fetch import Fetches
 from pdbus.connector.offer import Offers
+from pdbus.connector.own_mover import OwnMover, Told
+from pdbus.connector.peer_agents import OF_MEMBERSHIP, start_read
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.timers import earliest
 
 from . import events as ev
 from .decode import Request, Requests, Source
 from .kv_checks import KvChecks
-from .peers import Peers, key_of, peer_key
+from .peers import Peers, key_of
 from .places import Places
 from .prefill import Prefills
 from .scheduler import Limits, Scheduler
 
 ATTEMPTS_MAX = 3  # remote ones, each at another prefill node
 NOT_READY_RETRY_MS = 1000
+OVERLOADED_RETRY_MS = 1000
 DRAIN_NS = 120_000_000_000  # then whatever is left ends with cause shutdown
 
 
@@ -61,16 +58,14 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig, membership: Membership) -> None:
         self.config = config
-        self.epoch = 1
         self.worker_up = False
-        self.mover_up = False
-        self.healing = False  # the mover is being ended for the sake of reads that do not end
         self.drain_until: int | None = None
-        self._agents: tuple[Agent, ...] = ()  # ours, not yet announced
         self.pool = BlockPool(config.blocks, config.block_size)
         self.scheduler = Scheduler(self.pool, config.limits)
-        self.offers = Offers(config.name, config.incarnation, self.epoch, self.pool, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
+        self.peers = Peers(membership, reads=config.decodes)
+        self.mover = OwnMover(self.peers, self.fetches.transfers, config.blocks)
+        self.offers = Offers(config.name, config.incarnation, self.mover.epoch, self.pool, config.handoff)
         self.checks = KvChecks()
         self.staging = st.Staging(self.pool)
         self.prefills = Prefills(
@@ -80,7 +75,6 @@ class NodeCore:
             skip_sampling=config.skip_sampling,
             stage=self._stage if config.handoff.staged else None,
         )
-        self.peers = Peers(membership, reads=config.decodes)
         self.places = Places(
             self.scheduler,
             block_size=config.block_size,
@@ -96,7 +90,6 @@ class NodeCore:
             choose=self._choose,
         )
         self._seqs = 0
-        self._reads: dict[int, tuple[bytes, int]] = {}  # reads in flight: of which request and attempt
         self._drained = False
 
     # ------------------------------------------------------------ the door
@@ -121,10 +114,7 @@ class NodeCore:
         """After anything: admit who waits, plan a step if none is out, say what has become true."""
         if self.peers.drain_asked and self.drain_until is None:
             self._drain(ev.DrainAsked(), now, out)
-        if self._reads and not self.mover_up:
-            self._reads_are_over(now, out)
-        if self.mover_up and not self.healing and self.fetches.transfers.hold_too_much(self.config.blocks):
-            self._heal(now, out)
+        self._pass_on(self.mover.look(), now, out)
         fetches = self.requests.admit(now)
         placed, self._placed = self._placed, []
         out += placed
@@ -133,8 +123,7 @@ class NodeCore:
         if self.worker_up and not self.scheduler.busy:
             self._plan(out)
         busy = self.requests.fetching_from().keys() | self.prefills.readers().keys()
-        for change in self.peers.busy_changes(busy):
-            self._membership(change, now, out)
+        self._pass_on(self.peers.busy_changes(busy), now, out)
         if cache := self.pool.take_events():
             out.append(ev.Publish(topic="kv", event="blocks", data={"events": to_plain(cache)}))
         if self.drain_until is not None and not self._drained and self._idle():
@@ -148,7 +137,20 @@ class NodeCore:
             out.append(ev.RunStep(step=self.scheduler.step, rows=tuple(plan.rows)))
 
     def _idle(self) -> bool:
-        return len(self.requests) == 0 and self.offers.held() == 0 and not self._reads and not self.staging
+        return not (self.requests or self.offers.held() or self.fetches.transfers or self.staging)
+
+    def _pass_on(self, told: Iterable[Told], now: int, out: list[ev.NodeEffect]) -> None:
+        """To whom each of it concerns."""
+        for item in told:
+            match item:
+                case ho.FetchEvent():
+                    self._fetch(item, now, out)
+                case ho.OfferEvent():
+                    out += self.prefills.handle(item, now)
+                case ms.MembershipEvent():
+                    self._membership(item, now, out)
+                case ev.NodeEffect():
+                    out.append(item)
 
     # ------------------------------------------------------------ messages
 
@@ -173,7 +175,7 @@ class NodeCore:
         """What the engine behind the offers cannot do, now or ever."""
         if message.prompt_tokens > self.config.max_model_len:
             return PrefillFailed(try_=message.try_, cause="too_long")
-        if not (self.worker_up and self.mover_up):
+        if not (self.worker_up and self.mover.up):
             return PrefillFailed(try_=message.try_, cause="not_ready", retry_after_ms=NOT_READY_RETRY_MS)
         return None
 
@@ -181,11 +183,7 @@ class NodeCore:
         """Let membership hear it, and the halves of the hand-off its news. False: it was rejected."""
         effects, news, accepted = self.peers.handle(event, now)
         out += effects
-        for item in news:
-            if isinstance(item, ho.FetchEvent):
-                self._fetch(item, now, out)
-            else:
-                out += self.prefills.handle(item, now)
+        self._pass_on(news, now, out)
         return accepted
 
     # ------------------------------------------------------------ requests
@@ -197,7 +195,8 @@ class NodeCore:
         refusal = self._refusal(request)
         if refusal is not None:
             code, problem = refusal
-            self._end(request, "error", now, out, code=code, problem=problem)
+            retry_ms = OVERLOADED_RETRY_MS if code == "overloaded" else 0
+            self._end(request, "error", now, out, code=code, problem=problem, retry_after_ms=retry_ms)
             return
         out.append(_request_event("arrived", event.request, prompt_tokens=event.prompt_tokens))
         out.append(ev.OpenSequence(seq=request.seq, sampling=event.sampling, request=event.request))
@@ -231,9 +230,11 @@ class NodeCore:
         self._ended(self.requests.first_token_taken(event.request, event.stop, now), now, out)
 
     def _end(
-        self, r: Request, reason: str, now: int, out: list[ev.NodeEffect], *, code: str = "", problem: str = ""
-    ) -> None:
-        self._ended(self.requests.end(r, reason, now, code=code, problem=problem), now, out)
+        self, r: Request, reason: str, now: int, out: list[ev.NodeEffect], *, code: str = "", problem: str = "",
+        retry_after_ms: int = 0,
+    ) -> None:  # fmt: skip
+        ends = self.requests.end(r, reason, now, code=code, problem=problem, retry_after_ms=retry_after_ms)
+        self._ended(ends, now, out)
 
     def _ended(self, effects: list[ev.NodeEffect], now: int, out: list[ev.NodeEffect]) -> None:
         """Pass on what became of a request; the hand-off hears of its end, wherever it stood."""
@@ -249,7 +250,7 @@ class NodeCore:
 
     def _choose(self, r: Request, cached: int, now: int) -> Source | None:
         """The prefill node for a request's next attempt, or None: computed here."""
-        if self.healing or self.config.prefill_policy == "local":  # healing: its mover takes no new reads
+        if self.mover.healing or self.config.prefill_policy == "local":
             return None
         if r.attempts >= ATTEMPTS_MAX or (r.attempts and r.deadline_ns - now < self.config.handoff.attempt_ns):
             return None
@@ -304,16 +305,10 @@ class NodeCore:
         out += self._stage(up, now) if self.worker_up else []
 
     def _post_read(self, read: ho.PostRead, now: int, out: list[ev.NodeEffect]) -> None:
-        """Without a mover nobody would ever report it: `_serve` ends it."""
-        self._reads[read.read] = read.request, self.requests.read_posted(read.request, now)
-        if self.mover_up:
-            peer = peer_key(read.node, read.incarnation, read.epoch)
-            out.append(
-                ev.StartRead(
-                    read=read.read, peer=peer, begin=read.begin, end=read.end, source=read.source, target=read.target,
-                    request=read.request,
-                )
-            )  # fmt: skip
+        """Without a mover nobody would ever report it: `mover.look` ends it."""
+        self.requests.read_posted(read.request, now)
+        if self.mover.up:
+            out.append(start_read(read))
 
     def _check_kv(self, check: ho.CheckKv, out: list[ev.NodeEffect]) -> None:
         request = self.requests.get(check.request)
@@ -371,7 +366,7 @@ class NodeCore:
         self.worker_up = True
         for up in self.requests.staging():
             out += self._stage(up, now)
-        self._announce(now, out)
+        self._pass_on(self.mover.announce(), now, out)
         out += [ev.OpenSequence(seq=r.seq, sampling=r.sampling, request=r.request) for r in self.requests.all()]
         out += self.checks.all()
 
@@ -380,70 +375,31 @@ class NodeCore:
         self.worker_up = False
         in_step = self.scheduler.abandon_step()
         out += self._stage(st.CopierGone(), now)
-        self._raise_epoch(now, out, pool_reset=True)
+        self._pass_on([self.mover.next_epoch(pool_reset=True)], now, out)
+        self.pool.reset()
         if self.config.handoff.staged:
             self._fetch(ho.PrefixesLost(), now, out)
         out += self.prefills.step_ended(now)
         self._ended(self.requests.worker_lost(in_step, now), now, out)
         out.append(ev.RestartWorker())
-        if self.mover_up:
-            self.peers.mover_lost()  # it takes no new reads from now on
-            out.append(ev.RestartMover(epoch=self.epoch))
+        self._pass_on(self.mover.restart(), now, out)
 
     # ------------------------------------------------------------ mover
 
     def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
-        if any(agent.epoch != self.epoch for agent in event.agents):  # of an epoch that ended meanwhile
-            out.append(ev.RestartMover(epoch=self.epoch))
-            return
-        self.mover_up = True
-        self._agents = event.agents
-        self._announce(now, out)
-        out += self.peers.mover_up()
-        out.append(ev.AdvertiseLeases(leases=self.offers.held()))
-
-    def _announce(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """Peers hear of agents once there is something behind them: a worker that can compute what they ask for."""
-        if self.worker_up and self.mover_up:
-            for agent in self._agents:
-                self._membership(ms.OwnAgentChanged(agent=agent), now, out)
-            self._agents = ()
+        """Its agents are announced once there is a worker that can compute what peers ask for."""
+        self._pass_on(self.mover.came(event.agents, self.offers.held(), announce=self.worker_up), now, out)
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
-        """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
-        self.mover_up = self.healing = False
-        self.peers.mover_lost()
-        if not event.asked:
-            self._raise_epoch(now, out, pool_reset=False)
-        self._reads_are_over(now, out)
-        out.append(ev.RestartMover(epoch=self.epoch))
-
-    def _heal(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """Only the end of our own mover proves that such a read writes no more (R7). Its epoch ends with it."""
-        self.healing = True
-        self._raise_epoch(now, out, pool_reset=False)
-        out.append(ev.RestartMover(epoch=self.epoch))
-
-    def _reads_are_over(self, now: int, out: list[ev.NodeEffect]) -> None:
-        """No mover runs, so no read of ours writes any more."""
-        self._reads.clear()
-        self._fetch(ho.MoverReaped(), now, out)
-
-    def _raise_epoch(self, now: int, out: list[ev.NodeEffect], *, pool_reset: bool) -> None:
-        self.epoch += 1
-        self._agents = ()  # their epoch is over before they were announced
-        out += self.prefills.handle(ho.EpochBegan(epoch=self.epoch, pool_reset=pool_reset), now)
-        if pool_reset:
-            self.pool.reset()
+        self._pass_on(self.mover.lost(asked=event.asked), now, out)
 
     def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
         self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        whose = self._reads.pop(event.read, None)
-        if whose is not None:
-            self.requests.read_ended(*whose, event.bytes, event.transfer_ns, now)
-            self._read_measured(whose[0], event, now)
+        if (transfer := self.fetches.transfers.get(event.read)) is not None:
+            self.requests.read_ended(transfer.request, transfer.attempt, event.bytes, event.transfer_ns, now)
+            self._read_measured(transfer.request, event, now)
         if event.problem:
             self._fetch(ho.ReadFailed(read=event.read, problem=event.problem), now, out)
         else:
@@ -514,12 +470,8 @@ def _request_event(event: str, request: bytes, **data: object) -> ev.Publish:
 
 
 _OF_MEMBERSHIP: dict[type[ev.NodeEvent], Callable[[Any], ms.MembershipEvent]] = {
-    ev.LinkOpened: lambda e: ms.LinkOpened(address=e.address, link=e.link),
-    ev.LinkFailed: lambda e: ms.LinkFailed(address=e.address, problem=e.problem),
-    ev.LinkLost: lambda e: ms.LinkLost(link=e.link, reason=e.reason),
-    ev.JoinAsked: lambda e: ms.JoinAsked(address=e.address),
+    **OF_MEMBERSHIP,
     ev.RemoveAsked: lambda e: ms.RemoveAsked(target=e.target),
-    ev.WatchChanged: lambda e: ms.WatchChanged(peer=e.peer, watched=e.watched),
 }
 
 _Handler = Callable[[NodeCore, Any, int, list[ev.NodeEffect]], None]

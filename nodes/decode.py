@@ -29,6 +29,7 @@ from pdbus.bus.wire import Declared, replace
 from pdbus.connector.handoff import AttemptFailed, FetchAsked, Holder
 from pdbus.connector.pool import BlockPool
 from pdbus.connector.staging import StageUp
+from pdbus.connector.tally import Tally
 from pdbus.connector.timers import Timers
 
 from .events import EmitToken, EndRequest, GenerateAsked, NodeEffect, TakeFirstToken
@@ -106,7 +107,7 @@ class Requests:
         self._requests: dict[bytes, Request] = {}
         self._waiting: list[Request] = []  # by age
         self._no_room: tuple[int, int] | None = None  # for the request of that sequence, as the pool was then
-        self._fetching: dict[str, int] = {}  # how many fetch from that node
+        self._fetching = Tally()  # from each prefill node
         self._by_seq: dict[int, Request] = {}
         self._by_client: dict[str, Request] = {}
         self._deadlines: Timers[bytes] = Timers()
@@ -297,11 +298,9 @@ class Requests:
     def prefill_finished(self, request: bytes, now: int) -> None:
         self._requests[request].marks.prefill_done = now
 
-    def read_posted(self, request: bytes, now: int) -> int:
-        """Returns the attempt whose read it is."""
+    def read_posted(self, request: bytes, now: int) -> None:
         r = self._requests[request]
         r.marks.first_read = r.marks.first_read or now
-        return r.attempts
 
     def read_ended(self, request: bytes, attempt: int, size: int, transfer_ns: int, now: int) -> None:
         """A read of an attempt that is over says nothing of the present one."""
@@ -375,12 +374,10 @@ class Requests:
     def _enter(self, r: Request, state: State, node: str) -> None:
         """Change state, keeping count of who fetches from where. `node` is who prefilled, '' for us."""
         if r.state is State.FETCHING:
-            self._fetching[r.node] -= 1
-            if not self._fetching[r.node]:
-                del self._fetching[r.node]
+            self._fetching.less(r.node)
         r.state, r.node = state, node
         if state is State.FETCHING:
-            self._fetching[node] = self._fetching.get(node, 0) + 1
+            self._fetching.more(node)
 
     def _count(self, r: Request, now: int, *, own: bool, tokens: int = 1) -> None:
         r.generated += tokens

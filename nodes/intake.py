@@ -43,6 +43,7 @@ from pdbus.connector import ipc
 from . import events as ev
 from . import report
 from .answer import Answer
+from .core import OVERLOADED_RETRY_MS
 from .json_schema import check_schema
 from .limits import check_bias, check_deadline, check_sampling, check_scored, check_stop_ids, too_long
 from .prompt_reader import PromptReader
@@ -59,7 +60,6 @@ JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
-OVERLOADED_RETRY_MS = 1000
 
 log = logging.getLogger("pdbus.intake")
 
@@ -339,7 +339,7 @@ class Intake:
                 "prefill_policy": control.config.prefill_policy,
                 "address": control.address,
                 "http": control.http,
-                "epoch": core.epoch,
+                "epoch": core.mover.epoch,
                 "ready": not reasons,
                 "not_ready": reasons,
                 "pids": {"control": control.pid, "worker": control.worker.pids[0], "mover": control.mover.pids[0]},
@@ -418,7 +418,7 @@ class Intake:
     async def _alive(self, what: str) -> bool:
         """A round trip through the worker or the mover; False at once when it is not up."""
         core = self._control.core
-        if not (core.worker_up if what == "worker" else core.mover_up):
+        if not (core.worker_up if what == "worker" else core.mover.up):
             return False
         self._probe += 1
         key = (what, self._probe)

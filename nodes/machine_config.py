@@ -15,13 +15,14 @@ from .setup import Setup
 
 
 def core_config(c: NodeConfig, s: Setup, incarnation: bytes) -> CoreConfig:
+    block_bytes = node_block_bytes(s.geometry)
     return CoreConfig(
         name=c.name,
         incarnation=incarnation,
         decodes=c.role != "prefill",
         blocks=s.blocks,
         block_size=s.geometry.block_size,
-        block_bytes=node_block_bytes(s.geometry),
+        block_bytes=block_bytes,
         max_model_len=s.max_model_len,
         limits=Limits(max_batch_tokens=c.max_batch_tokens, prefill_chunk=c.prefill_chunk),
         running_max=c.max_running,
@@ -31,6 +32,7 @@ def core_config(c: NodeConfig, s: Setup, incarnation: bytes) -> CoreConfig:
             lease_ns=c.lease_ns,
             renew_ns=c.renew_ns,
             claim_ns=c.claim_ns,
+            block_bytes=block_bytes,
             staged=c.kv_buffer_device == "cpu",
             digest_layers=s.geometry.layers if c.kv_digest == "on" else 0,
         ),

@@ -45,9 +45,9 @@ def not_ready(core: NodeCore) -> list[str]:
     reasons = []
     if not core.worker_up:
         reasons.append("the worker is not up")
-    if not core.mover_up:
+    if not core.mover.up:
         reasons.append("the mover is not up")
-    if core.healing:
+    if core.mover.healing:
         reasons.append("the mover is being replaced: too many blocks wait for reads that do not end")
     if core.drain_until is not None:
         reasons.append("the node is draining")
@@ -197,7 +197,7 @@ def metrics(core: NodeCore, counters: dict[str, int], now: int) -> dict[str, flo
         "requests_preempted_total": core.requests.counters["preempted"],
         "waiting_prefill_tokens": core.scheduler.waiting_tokens(),
         "prefill_tokens_per_s": core.places.steps.said(now)[0],
-        "agent_epoch": core.epoch,
+        "agent_epoch": core.mover.epoch,
         "kv_copies_open": len(core.staging),
         "kv_copies_total": core.staging.counters["copies"],
         "kv_copies_in_step_total": core.staging.counters["in_step"],

@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import msgpack
-
 from pdbus.bus.client import Client
 from pdbus.bus.errors import Broken, RequestError
 from pdbus.bus.hashing import digest
 from pdbus.bus.messages import FetchTokenizerReply
+from pdbus.bus.wire import pack_foreign, unpack_foreign
 
 from .tokenizer import FILES, ByteTokenizer, HFTokenizer, Tokenizer
 
@@ -23,7 +22,7 @@ def tokenizer_part(folder: str, vocab_size: int, part: int) -> FetchTokenizerRep
     if not folder:
         return FetchTokenizerReply(tokenizer="bytes", vocab_size=vocab_size)
     found = {name: (Path(folder) / name).read_bytes() for name in FILES if (Path(folder) / name).is_file()}
-    packed: bytes = msgpack.packb(found)
+    packed = pack_foreign(found)
     parts = -(-len(packed) // PART_BYTES)
     if not 0 <= part < parts:
         raise RequestError(f"part: there are {parts} from 0, got {part}", param="part")
@@ -48,7 +47,7 @@ async def fetch_tokenizer(client: Client) -> Tokenizer:
 
 def _loaded(packed: bytes) -> Tokenizer:
     """Written to a folder for as long as it takes to read it."""
-    files = msgpack.unpackb(packed)
+    files = unpack_foreign(packed)
     with tempfile.TemporaryDirectory(prefix="pd-tokenizer-") as folder:
         for name in FILES:
             if isinstance(files.get(name), bytes):

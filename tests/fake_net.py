@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pdbus.bus import members as ms
+from pdbus.bus.known import USABLE
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import Hello, Message
 from pdbus.bus.wire import Header
@@ -144,6 +145,10 @@ class Node:
 
     def sent(self, kind: type[Message]) -> list[Message]:
         return [e.message for e in self.got(ms.SendOn) if isinstance(e.message, kind)]
+
+    def usable(self) -> list[str]:
+        """Whom it takes for up or suspect."""
+        return [p.name for p in self.machine.members() if p.state in USABLE]
 
     def forget(self) -> None:
         self.effects.clear()

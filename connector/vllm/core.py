@@ -7,22 +7,20 @@ blocks, and nothing here owns the engine's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from pdbus.bus import members as ms
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import (
-    Message,
-    PrefillRequest,
-)
+from pdbus.bus.messages import Message, PrefillRequest
 from pdbus.bus.wire import Declared
 
 from .. import events as ev
 from .. import handoff as ho
 from ..fetch import Fetches
 from ..offer import Offers
-from ..peer_agents import PeerAgents
+from ..own_mover import MoverState, OwnMover, Told
+from ..peer_agents import OF_MEMBERSHIP, PeerAgents
 from ..pool import BlockPool
 from ..timers import earliest
 from .events import EngineEvent, KvWanted, PromptCame, PromptSaved, RequestLeft
@@ -50,17 +48,15 @@ class PairCore:
 
     def __init__(self, config: PairConfig, membership: Membership) -> None:
         self.config = config
-        self.epoch = 1
-        self.mover_up = False
-        self.healing = False
         self.pool = BlockPool(config.blocks, config.block_size)
         shelf = Shelf(self.pool)
         self.shelf = shelf
-        self.offers = Offers(config.name, config.incarnation, self.epoch, shelf, config.handoff)
         self.fetches = Fetches(config.name, config.incarnation, self.pool, config.handoff)
+        self.peers = PeerAgents(membership, reads=config.role == "decode")
+        self.mover = OwnMover(self.peers, self.fetches.transfers, config.blocks)
+        self.offers = Offers(config.name, config.incarnation, self.mover.epoch, shelf, config.handoff)
         self.prompts = Prompts(shelf, self.offers, pair_wait_ns=config.pair_wait_ns, park_ns=config.park_ns)
         self.wants = Wants(self.pool, self.fetches, fetch_ns=config.fetch_ns)
-        self.peers = PeerAgents(membership, reads=config.role == "decode")
 
     # ------------------------------------------------------------ the door
 
@@ -89,15 +85,22 @@ class PairCore:
     def _serve(self, now: int, out: list[ev.NodeEffect]) -> None:
         if self.peers.drain_asked and not self.offers.draining:
             self._drain(ev.DrainAsked(), now, out)
-        if self.wants.reads and not self.mover_up:
-            self._reads_are_over(now, out)
-        if self.mover_up and not self.healing and self.fetches.transfers.hold_too_much(self.config.blocks):
-            self.healing = True
-            self._raise_epoch(now, out)
-            out.append(ev.RestartMover(epoch=self.epoch))
+        self._pass_on(self.mover.look(), now, out)
         busy = self.wants.fetching_from().keys() | self.prompts.readers().keys()
-        for change in self.peers.busy_changes(busy):
-            self._membership(change, now, out)
+        self._pass_on(self.peers.busy_changes(busy), now, out)
+
+    def _pass_on(self, told: Iterable[Told], now: int, out: list[ev.NodeEffect]) -> None:
+        """To whom each of it concerns."""
+        for item in told:
+            match item:
+                case ho.FetchEvent():
+                    out += self.wants.handle(item, now)
+                case ho.OfferEvent():
+                    out += self.prompts.handle(item, now)
+                case ms.MembershipEvent():
+                    self._membership(item, now, out)
+                case ev.NodeEffect():
+                    out.append(item)
 
     # ------------------------------------------------------------ the engine
 
@@ -116,7 +119,7 @@ class PairCore:
 
     def _source(self, node: str) -> ms.Peer | None:
         """The one that is named, or the only one there is; and only if it can be read now."""
-        if self.healing or not self.mover_up:
+        if self.mover.state is not MoverState.UP:
             return None
         peers = [p for p in self.peers.prefill_peers() if node in ("", p.name)]
         if len(peers) != 1 or not self.peers.readable(peers[0]):
@@ -134,62 +137,36 @@ class PairCore:
             return
         match ho.said(event.link, header, message):
             case ho.ReaderSaid() as said:
-                out += self.prompts.hear(said, now)
+                out += self.prompts.handle(said, now)
             case ho.OwnerSaid() as said:
-                out += self.wants.hear(said, now)
+                out += self.wants.handle(said, now)
 
     def _membership(self, event: ms.MembershipEvent, now: int, out: list[ev.NodeEffect]) -> bool:
         effects, news, accepted = self.peers.handle(event, now)
         out += effects
-        for item in news:
-            if isinstance(item, ho.FetchEvent):
-                out += self.wants.hear(item, now)
-            else:
-                out += self.prompts.hear(item, now)
+        self._pass_on(news, now, out)
         return accepted
 
     def _of_membership(self, event: ev.NodeEvent, now: int, out: list[ev.NodeEffect]) -> None:
-        self._membership(_OF_MEMBERSHIP[type(event)](event), now, out)
+        self._membership(OF_MEMBERSHIP[type(event)](event), now, out)
 
     # ------------------------------------------------------------ the mover
 
     def _mover_came(self, event: ev.MoverUp, now: int, out: list[ev.NodeEffect]) -> None:
-        if any(agent.epoch != self.epoch for agent in event.agents):  # of an epoch that ended meanwhile
-            out.append(ev.RestartMover(epoch=self.epoch))
-            return
-        self.mover_up = True
-        for agent in event.agents:
-            self._membership(ms.OwnAgentChanged(agent=agent), now, out)
-        out += self.peers.mover_up()
-        out.append(ev.AdvertiseLeases(leases=self.offers.held()))
+        self._pass_on(self.mover.came(event.agents, self.offers.held(), announce=True), now, out)
 
     def _mover_lost(self, event: ev.MoverLost, now: int, out: list[ev.NodeEffect]) -> None:
-        """Reaped, so none of its reads writes any more. Every lease was of its agent, and ends with it."""
-        self.mover_up = self.healing = False
-        self.peers.mover_lost()
-        if not event.asked:
-            self._raise_epoch(now, out)
-        self._reads_are_over(now, out)
-        out.append(ev.RestartMover(epoch=self.epoch))
-
-    def _raise_epoch(self, now: int, out: list[ev.NodeEffect]) -> None:
-        self.epoch += 1
-        out += self.prompts.hear(ho.EpochBegan(epoch=self.epoch, pool_reset=False), now)
-
-    def _reads_are_over(self, now: int, out: list[ev.NodeEffect]) -> None:
-        self.wants.reads.clear()
-        out += self.wants.hear(ho.MoverReaped(), now)
+        self._pass_on(self.mover.lost(asked=event.asked), now, out)
 
     def _peer_added(self, event: ev.PeerAddEnded, now: int, out: list[ev.NodeEffect]) -> None:
         self.peers.added(event.peer, event.problem, now)
 
     def _read_ended(self, event: ev.ReadEnded, now: int, out: list[ev.NodeEffect]) -> None:
-        self.wants.reads.pop(event.read, None)
         failed = event.problem and ho.ReadFailed(read=event.read, problem=event.problem)
-        out += self.wants.hear(failed or ho.ReadDone(read=event.read), now)
+        out += self.wants.handle(failed or ho.ReadDone(read=event.read), now)
 
     def _read_doubtful(self, event: ev.ReadDoubtful, now: int, out: list[ev.NodeEffect]) -> None:
-        out += self.wants.hear(ho.ReadOverdue(read=event.read, problem=event.problem), now)
+        out += self.wants.handle(ho.ReadOverdue(read=event.read, problem=event.problem), now)
 
     # ------------------------------------------------------------ time, the end
 
@@ -201,25 +178,18 @@ class PairCore:
         self._membership(ms.Tick(), now, out)
         out += self.peers.tick(now)
         out += self.prompts.tick(now)
-        out += self.wants.hear(ho.FetchTick(), now)
+        out += self.wants.handle(ho.FetchTick(), now)
 
     def _drain(self, event: ev.DrainAsked, now: int, out: list[ev.NodeEffect]) -> None:
         """Nothing new is offered; the engine itself goes on."""
         self._membership(ms.DrainStarted(), now, out)
-        out += self.prompts.hear(ho.DrainBegan(), now)
+        out += self.prompts.handle(ho.DrainBegan(), now)
 
     def _leave(self, event: ev.LeaveAsked, now: int, out: list[ev.NodeEffect]) -> None:
-        out += self.prompts.hear(ho.ShutdownBegan(), now)
+        out += self.prompts.handle(ho.ShutdownBegan(), now)
         self._membership(ms.Leaving(reason="shutdown"), now, out)
         out.append(ev.Drained())
 
-
-_OF_MEMBERSHIP: dict[type[ev.NodeEvent], Callable[[Any], ms.MembershipEvent]] = {
-    ev.LinkOpened: lambda e: ms.LinkOpened(address=e.address, link=e.link),
-    ev.LinkFailed: lambda e: ms.LinkFailed(address=e.address, problem=e.problem),
-    ev.LinkLost: lambda e: ms.LinkLost(link=e.link, reason=e.reason),
-    ev.JoinAsked: lambda e: ms.JoinAsked(address=e.address),
-}
 
 _Handler = Callable[[PairCore, Any, int, list[ev.NodeEffect]], None]
 

@@ -10,8 +10,7 @@
 | here        | asked, the same prompt    | leased  |                                                 |
 | here        | asked, another prompt     | here    | failed(conflict)                                |
 | leased      | asked by another reader   | leased  | failed(conflict)                                |
-| leased      | lease ended: done         | spent   | nobody is given it again                        |
-| leased      | lease ended, other causes | here    |                                                 |
+| leased      | lease ended               | spent   | nobody is given it again                        |
 | any         | request left, incomplete  | nothing | its lease ends: failed                          |
 | spent       | request left              | nothing | blocks free                                     |
 | here        | request left              | here    | for `park_ns` more                              |
@@ -20,7 +19,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from pdbus.bus.messages import PrefillCancel, PrefillFailed, PrefillRequest, TryId
@@ -28,11 +26,8 @@ from pdbus.bus.wire import Header
 
 from .. import events as ev
 from ..handoff import (
-    Answer,
     ChunkComputed,
-    LeaseBegan,
     LeaseEnded,
-    OfferEffect,
     OfferEvent,
     OfferTick,
     PrefillAsked,
@@ -44,6 +39,7 @@ from ..handoff import (
     WritesEnded,
 )
 from ..offer import Offers
+from ..offering import Offering
 from ..timers import Timers, earliest
 from .events import PromptCame, PromptSaved
 from .pair import PAIR_BYTES
@@ -60,23 +56,18 @@ class Asked(NamedTuple):
     message: PrefillRequest
 
 
-class Prompts:
+class Prompts(Offering):
     def __init__(self, shelf: Shelf, offers: Offers, *, pair_wait_ns: int, park_ns: int) -> None:
         """`pair_wait_ns`: how long a reader's request waits for its prompt; `park_ns`: how long a prompt that the
         engine is done with waits for its reader."""
+        super().__init__(offers)
         self._shelf = shelf
-        self._offers = offers
         self._pair_wait_ns = pair_wait_ns
         self._park_ns = park_ns
         self._awaited: dict[bytes, Asked] = {}
         self._waits: Timers[bytes] = Timers()
         self._parked: Timers[bytes] = Timers()
-        self._leases: dict[str, int] = {}  # how many each decode node holds
         self.counters: Counter[str] = Counter()
-
-    def readers(self) -> Mapping[str, int]:
-        """How many leases each decode node holds that holds any, now."""
-        return self._leases
 
     def next_deadline(self) -> int | None:
         return earliest(self._waits.next_deadline(), self._parked.next_deadline(), self._offers.next_deadline())
@@ -97,7 +88,7 @@ class Prompts:
             self.counters["saved.late"] += 1
             return []
         prompt.ready = event.ready
-        return self.hear(_chunk(prompt, prompt.try_), now) if prompt.try_ else []
+        return self.handle(_chunk(prompt, prompt.try_), now) if prompt.try_ else []
 
     def left(self, request: str, now: int) -> list[ev.NodeEffect]:
         prompt = self._shelf.of_request(request)
@@ -111,7 +102,7 @@ class Prompts:
         else:
             try_, prompt.try_ = prompt.try_, None
             self._shelf.take_away(prompt)
-            return self.hear(PrefillBroke(try_=try_, problem="its prompt was not computed"), now) if try_ else []
+            return self.handle(PrefillBroke(try_=try_, problem="its prompt was not computed"), now) if try_ else []
         return []
 
     # ------------------------------------------------------------ the reader
@@ -128,7 +119,7 @@ class Prompts:
             self.counters["pair.conflict"] += 1
             return [_failed(asked, "conflict")]
         offer = PrefillAsked(link=asked.link, message=message, block_hashes=(message.pair,), to_inc=asked.header.to_inc)
-        return self.hear(offer, now)
+        return self.handle(offer, now)
 
     def _await(self, asked: Asked, now: int) -> list[ev.NodeEffect]:
         pair = asked.message.pair
@@ -152,24 +143,16 @@ class Prompts:
 
     # ------------------------------------------------------------ the offering half
 
-    def hear(self, event: OfferEvent, now: int) -> list[ev.NodeEffect]:
-        """Let it decide, and carry out what it decides."""
+    def handle(self, event: OfferEvent, now: int) -> list[ev.NodeEffect]:
         match event:
             case ReaderGone(node=node, incarnation=incarnation):
                 self._forget(node, incarnation)
             case ReaderSaid(node=node, incarnation=incarnation, message=PrefillCancel(try_=try_)):
                 self._forget(node, incarnation, try_)
-        held, out = self._offers.held(), list[ev.NodeEffect]()
-        queue: list[OfferEvent] = [event]
-        while queue:
-            for effect in self._offers.handle(queue.pop(0), now):
-                self._carry_out(effect, now, out, queue)
-        if self._offers.held() != held:
-            out.append(ev.AdvertiseLeases(leases=self._offers.held()))
-        return out
+        return super().handle(event, now)
 
     def tick(self, now: int) -> list[ev.NodeEffect]:
-        out = self.hear(OfferTick(), now)
+        out = self.handle(OfferTick(), now)
         while (pair := self._waits.pop_due(now)) is not None:
             self.counters["pair.unpaired"] += 1
             out.append(_failed(self._awaited.pop(pair), "unpaired"))
@@ -180,25 +163,7 @@ class Prompts:
                 self._shelf.take_away(prompt)
         return out
 
-    def _carry_out(self, effect: OfferEffect, now: int, out: list[ev.NodeEffect], queue: list[OfferEvent]) -> None:
-        match effect:
-            case Answer():
-                out.append(ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message))
-            case StartPrefill():
-                self._start(effect, queue)
-            case StopPrefill():  # the engine writes on into blocks that the prompt holds until it has left
-                queue.append(WritesEnded(try_=effect.try_))
-            case LeaseBegan():
-                self._leases[effect.try_.node] = self._leases.get(effect.try_.node, 0) + 1
-                out.append(ev.lease_event("lease.began", effect, blocks=effect.blocks))
-            case LeaseEnded():
-                self._leases[effect.try_.node] -= 1
-                if not self._leases[effect.try_.node]:
-                    del self._leases[effect.try_.node]
-                out.append(ev.lease_event("lease.ended", effect, cause=str(effect.cause), held_ns=effect.held_ns))
-                self._lease_ended(effect)
-
-    def _start(self, start: StartPrefill, queue: list[OfferEvent]) -> None:
+    def _start(self, start: StartPrefill, now: int, out: list[ev.NodeEffect], queue: list[OfferEvent]) -> None:
         """What is there of it already can be read at once."""
         prompt = self._shelf.of_pair(start.block_hashes[0])
         assert prompt is not None  # its blocks were reserved just now
@@ -206,6 +171,10 @@ class Prompts:
         self._parked.clear(prompt.pair)
         if prompt.ready:
             queue.append(_chunk(prompt, start.try_))
+
+    def _stop(self, stop: StopPrefill, out: list[ev.NodeEffect], queue: list[OfferEvent]) -> None:
+        """The engine writes on, into blocks that the prompt holds until it has left."""
+        queue.append(WritesEnded(try_=stop.try_))
 
     def _lease_ended(self, ended: LeaseEnded) -> None:
         prompt = self._shelf.of_try(ended.try_)

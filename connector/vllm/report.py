@@ -57,7 +57,7 @@ def status(core: PairCore) -> dict[str, Any]:
         "role": core.config.role,
         "engine": "vllm",
         "block_size": core.config.block_size,
-        "epoch": core.epoch,
+        "epoch": core.mover.epoch,
         "ready": not reasons,
         "not_ready": reasons,
         "peers": peers(core),
@@ -72,9 +72,9 @@ def status(core: PairCore) -> dict[str, Any]:
 def not_ready(core: PairCore) -> list[str]:
     """Why nothing is handed over now; empty when it can be. vLLM itself computes prompts in any case."""
     reasons = []
-    if not core.mover_up:
+    if not core.mover.up:
         reasons.append("the mover is not up")
-    if core.healing:
+    if core.mover.healing:
         reasons.append("the mover is being replaced: too many blocks wait for reads that do not end")
     if core.offers.draining:
         reasons.append("the connector is draining")

@@ -37,8 +37,9 @@ from ..handoff import (
     PostRead,
     Say,
 )
-from ..peer_agents import peer_key
+from ..peer_agents import start_read
 from ..pool import BlockPool
+from ..tally import Tally
 from .events import KvWanted
 
 
@@ -68,8 +69,7 @@ class Wants:
         self._fetch_ns = fetch_ns
         self._wants: dict[str, Want] = {}
         self._by_id: dict[bytes, Want] = {}
-        self._fetching: dict[str, int] = {}
-        self.reads: dict[int, None] = {}  # in flight
+        self._fetching = Tally()
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -103,9 +103,9 @@ class Wants:
         if room is None:
             return self._fail(want, "no room in the slab")
         want.blocks = room.blocks
-        self._fetching[want.node] = self._fetching.get(want.node, 0) + 1
+        self._fetching.more(want.node)
         geometry = source.hello.geometry if source.hello else None
-        return self.hear(
+        return self.handle(
             FetchAsked(
                 request=want.id,
                 attempt=1,
@@ -130,14 +130,14 @@ class Wants:
         if want is None:
             return []
         del self._by_id[want.id]
-        out = self.hear(FetchLeft(request=want.id), now)
+        out = self.handle(FetchLeft(request=want.id), now)
         self._settle(want, want.state)
         self._pool.drop(want.blocks, Holder.HELD)
         return out
 
     # ------------------------------------------------------------ the fetching half
 
-    def hear(self, event: FetchEvent, now: int) -> list[ev.NodeEffect]:
+    def handle(self, event: FetchEvent, now: int) -> list[ev.NodeEffect]:
         """Let it decide, and carry out what it decides."""
         out: list[ev.NodeEffect] = []
         for effect in self._fetches.handle(event, now):
@@ -149,14 +149,7 @@ class Wants:
             case Ask() | Say():
                 return [ev.Send(link=effect.link, to=effect.to, to_inc=effect.to_inc, message=effect.message)]
             case PostRead():
-                self.reads[effect.read] = None
-                peer = peer_key(effect.node, effect.incarnation, effect.epoch)
-                return [
-                    ev.StartRead(
-                        read=effect.read, peer=peer, begin=effect.begin, end=effect.end, source=effect.source,
-                        target=effect.target, request=effect.request,
-                    )
-                ]  # fmt: skip
+                return [start_read(effect)]
             case Fetched():
                 want = self._by_id[effect.request]
                 self.counters["fetched"] += 1
@@ -180,8 +173,6 @@ class Wants:
     def _settle(self, want: Want, state: WantState) -> None:
         """It fetches no more, if it did."""
         if want.state is WantState.FETCHING and want.blocks:
-            self._fetching[want.node] -= 1
-            if not self._fetching[want.node]:
-                del self._fetching[want.node]
+            self._fetching.less(want.node)
         if state is not WantState.FETCHING:
             want.state = state

@@ -22,7 +22,7 @@ from pdbus.nodes.cluster import Cluster
 from .bus import callers, in_turns
 from .record import Turn, take_turns
 
-STARTS = 3  # of all processes: on which core one of them wakes is luck that lasts as long as it lives
+STARTS = 5  # of all processes: on which core one of them wakes is luck that lasts as long as it lives
 STREAMS = 10  # of each kind, for each start
 
 Trips = tuple[list[float], list[float]]  # microseconds, without keys and with

@@ -172,9 +172,7 @@ class ReadCheck(Check):
         if attempt.claimed:
             self.report(turn, CLAIM_LAST, f"{read} begins after the claim")
         if late := next((r for r, peer in self._late.items() if peer == (attempt.to, attempt.to_inc)), 0):
-            self.report(
-                turn, "R9: no new reads from a peer with a late one", f"{read} begins while read {late} is late"
-            )
+            self.report(turn, NONE_LATE, f"{read} begins while read {late} is late")
 
     def _check_target(self, turn: Turn, effect: ev.StartRead, attempt: Attempt) -> None:
         blocks = self._blocks

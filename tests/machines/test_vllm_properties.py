@@ -102,7 +102,7 @@ class VllmPair(RuleBasedStateMachine):
         if not prefill:
             self.two.reads.clear()
         self.two.tell(server, ev.MoverLost(problem="killed", asked=False))
-        self.two.tell(server, ev.MoverUp(agents=(server.agent(server.core.epoch),)))
+        self.two.tell(server, ev.MoverUp(agents=(server.agent(server.core.mover.epoch),)))
 
     @invariant()
     def what_is_ready_was_computed(self) -> None:

@@ -221,9 +221,9 @@ def a_claim_while_prefilling_is_valid(patch: Patch) -> None:
 def first_token_of_the_retry_is_sent_too(patch: Patch) -> None:
     right = Fetches._learn
 
-    def wrong(self: Fetches, fetch: Fetch, told: Any, prefill_ns: int) -> list[Any]:
+    def wrong(self: Fetches, fetch: Fetch, told: Any) -> list[Any]:
         sent, fetch.first_token = fetch.first_token, None
-        effects = right(self, fetch, told, prefill_ns)
+        effects = right(self, fetch, told)
         fetch.first_token = fetch.first_token or sent
         if sent == fetch.first_token:
             effects = [effect for effect in effects if not isinstance(effect, FirstTokenKnown)]

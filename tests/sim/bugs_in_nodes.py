@@ -100,10 +100,10 @@ def a_retry_reads_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
 def the_first_token_of_a_retry_is_sent_too(patch: pytest.MonkeyPatch) -> None:
     right = Fetches._learn
 
-    def wrong(self: Fetches, fetch: Any, told: Any, prefill_ns: int) -> Any:
+    def wrong(self: Fetches, fetch: Any, told: Any) -> Any:
         if told.first_token is not None and fetch.try_.attempt > 1 and not fetch.finished:
             fetch.first_token = None
-        return right(self, fetch, told, prefill_ns)
+        return right(self, fetch, told)
 
     patch.setattr(Fetches, "_learn", wrong)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdbus.bus.wire import replace
 from pdbus.connector.handoff import Holder
+from pdbus.connector.own_mover import OwnMover
 from pdbus.nodes import core, decode, peers, scheduler
 from pdbus.nodes import events as ev
 
@@ -67,16 +68,8 @@ def blocks_of_a_failed_attempt_stay_held(patch: Patch) -> None:
 
 @found_by(5)
 def reads_without_a_mover_are_waited_for(patch: Patch) -> None:
-    right = core.NodeCore._serve
-
-    def wrong(self: core.NodeCore, now: int, out: list[ev.NodeEffect]) -> None:
-        reads, self._reads = self._reads, {}
-        if self.mover_up:
-            self._reads = reads
-        right(self, now, out)
-        self._reads = reads | self._reads
-
-    patch.setattr(core.NodeCore, "_serve", wrong)
+    right = OwnMover.look
+    patch.setattr(OwnMover, "look", lambda self: right(self) if self.up else [])
 
 
 @found_by(11)
@@ -88,7 +81,7 @@ def a_lost_worker_leaves_its_prefix_cache(patch: Patch) -> None:
 def a_new_worker_is_not_told_of_the_sequences(patch: Patch) -> None:
     def wrong(self: core.NodeCore, event: ev.WorkerUp, now: int, out: list[ev.NodeEffect]) -> None:
         self.worker_up = True
-        self._announce(now, out)
+        self._pass_on(self.mover.announce(), now, out)
 
     patch.setitem(core._HANDLERS, ev.WorkerUp, wrong)
 

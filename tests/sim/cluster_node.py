@@ -105,7 +105,7 @@ class SimNode(Shell):
         self._watch_ticks(event)
         self._check_nothing_lies()
         self.core.pool.check()
-        if self.core.mover_up and self.mover.ready and self.mover.advertised != self.core.offers.held():
+        if self.core.mover.up and self.mover.ready and self.mover.advertised != self.core.offers.held():
             raise Violation(f"{self.name}: {self.mover.advertised} leases advertised of {self.core.offers.held()}")
 
     def _watch_ticks(self, event: ev.NodeEvent) -> None:
@@ -309,7 +309,7 @@ class SimNode(Shell):
             "fetches": core.fetches.rows(),
             "prefills": [t for t in (core.prefills._tries, core.prefills._seqs, core.prefills._leases) if t],
             "stopping": core.prefills._stopping,
-            "reads": core._reads,
+            "reads": core.fetches.transfers.rows(),
             "fetching": core.requests.fetching_from(),
             "answers": self.answers,
             "leases": [key for key, ended in self._leases.items() if not ended],

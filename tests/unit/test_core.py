@@ -104,7 +104,7 @@ class Node:
 
     def up(self) -> None:
         self.hear(ev.WorkerUp())
-        self.hear(ev.MoverUp(agents=(agent(self.core.epoch, "me"),)))
+        self.hear(ev.MoverUp(agents=(agent(self.core.mover.epoch, "me"),)))
 
     def asked(self, attempt: int = 1, tokens: int = 6) -> list[ev.NodeEffect]:
         """The peer asks for a prompt."""
@@ -225,7 +225,7 @@ def test_a_mover_of_an_older_epoch_is_replaced(prefill: Node) -> None:
     prefill.hear(ev.WorkerLost(problem="killed"))
     assert prefill.got(ev.RestartMover) == [], "one is on its way already"
     prefill.hear(ev.MoverUp(agents=(agent(2, "me"),)))
-    assert prefill.got(ev.RestartMover) == [ev.RestartMover(epoch=3)] and not prefill.core.mover_up
+    assert prefill.got(ev.RestartMover) == [ev.RestartMover(epoch=3)] and not prefill.core.mover.up
 
 
 @pytest.mark.parametrize("lost", [ev.WorkerLost(problem="killed"), ev.MoverLost(problem="killed", asked=False)])
@@ -399,11 +399,11 @@ def test_a_mover_whose_reads_hold_too_many_blocks_for_good_is_replaced(decode: N
     while not decode.got(ev.RestartMover):
         assert decode.core.pool.counts().quarantined == 0, "a quarter of 16 blocks is 4"
         decode.tick(S // 10)
-    assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)] and decode.core.healing
+    assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)] and decode.core.mover.healing
     decode.tick(decode.now + 1)
     assert decode.got(ev.RestartMover) == [], "once is enough"
     decode.hear(ev.MoverLost(problem="asked to", asked=True))
-    assert decode.core.pool.counts().quarantined == 0 and not decode.core.healing
+    assert decode.core.pool.counts().quarantined == 0 and not decode.core.mover.healing
     assert decode.got(ev.RestartMover) == [ev.RestartMover(epoch=2)]
 
 
@@ -415,13 +415,13 @@ def test_reads_that_are_given_up_in_time_cost_nobody_the_mover(decode: Node) -> 
     decode.hear(ev.CancelAsked(client="c"))
     assert decode.core.pool.counts().quarantined == 5 and decode.got(ev.RestartMover) == []
     decode.hear(ev.ReadEnded(read=read.read))
-    assert decode.core.pool.counts().quarantined == 0 and decode.core.epoch == 1
+    assert decode.core.pool.counts().quarantined == 0 and decode.core.mover.epoch == 1
 
 
 def test_nothing_is_fetched_by_a_mover_that_is_being_replaced(decode: Node) -> None:
     decode.generate(tokens=20)
     decode.told(PrefillDone(try_=TRY, lease=LEASE, ready=20, blocks=pack_u32(range(5)), first_token=b"t"))
-    while not decode.core.healing:
+    while not decode.core.mover.healing:
         decode.tick(S // 10)
     decode.meet_ready("other")
     assert decode.asks(1) == ""
@@ -511,6 +511,16 @@ def test_a_draining_node_ends_when_its_last_lease_has_been_read(prefill: Node) -
     assert isinstance(done, PrefillDone) and prefill.got(ev.Drained) == []
     prefill.told(TransferDone(try_=done.try_, lease=done.lease))
     assert any(isinstance(m, Goodbye) for m in prefill.said()) and len(prefill.got(ev.Drained)) == 1
+
+
+def test_one_that_finds_no_place_is_told_when_to_come_back() -> None:
+    node = Node("decode", running_max=1, waiting_max=1, prefill_policy="local")
+    node.up()
+    for number in range(3):
+        assert node.got(ev.EndRequest) == []
+        node.asks(number)
+    (end,) = node.got(ev.EndRequest)
+    assert end.code == "overloaded" and end.retry_after_ms > 0
 
 
 def test_a_draining_node_ends_when_its_last_request_has(decode: Node) -> None:

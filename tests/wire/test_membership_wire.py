@@ -86,9 +86,8 @@ async def test_a_pair_that_joins_has_links_and_agents() -> None:
     p, d = Shell("p", "prefill"), Shell("d", "decode")
     p.handle(ms.OwnAgentChanged(agent=Agent(epoch=1, metadata=b"m" * 3000)))
     p.join(d)
-    await until(lambda: d.machine.prefill_peers() and d.machine.prefill_peers()[0].agent)
-    agent = d.machine.prefill_peers()[0].agent
-    assert agent is not None
+    await until(lambda: d.machine.prefill_peers() and d.machine.prefill_peers()[0].agents)
+    (agent,) = d.machine.prefill_peers()[0].agents
     assert len(agent.metadata) == 3000
     for shell in (p, d):
         shell.close()

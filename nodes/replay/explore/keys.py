@@ -15,6 +15,7 @@ LEFT_OUT = frozenset((
     "counters", "_config", "config", "_events", "_handlers", "_choose", "marks", "granted_ns", "order", "_orders",
     "deadline_ns", "last_heard_ns", "use_until_ns", "use_since_ns", "ping_ns", "remove_ns", "due_ns", "open_ns",
     "_load", "load", "load_ns", "_owner", "_pool", "_scheduler", "_offers", "_stage", "places",
+    "_peer_agents", "_transfers", "_liveness",
 ))  # fmt: skip
 SINCE = frozenset(("_started_ns",))  # times by key that were
 UNTIL = frozenset(("_until", "_reload_ns"))  # times by key
