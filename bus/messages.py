@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .wire import Declared, Names, Reason, Word
+from .wire import Declared, Id, Names, Reason, Word
 
 
 class Message(Declared):
@@ -23,17 +23,17 @@ class Message(Declared):
 class TryId(Declared):
     """One decode node's try at one prefill node for one request. One try has one lease, ever."""
 
-    node: str
-    incarnation: bytes
-    request: bytes  # 128 bits, minted by the decode node, unique over all its lives
+    node: Word
+    incarnation: Id
+    request: Id  # 128 bits, minted by the decode node, unique over all its lives
     attempt: int  # counts from 1
 
 
 class LeaseId(Declared):
     """One prefill node's promise to keep blocks. `generation` is one counter per incarnation, never reused."""
 
-    node: str
-    incarnation: bytes
+    node: Word
+    incarnation: Id
     epoch: int
     generation: int
 

@@ -25,6 +25,7 @@ FRAMES_MAX = 16
 
 # What a node keeps of others and passes on, in its status for one: together it must fit a message.
 Word = Annotated[str, msgspec.Meta(max_length=1024)]  # names, addresses
+Id = Annotated[bytes, msgspec.Meta(max_length=64)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Names = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=1024)]
 
