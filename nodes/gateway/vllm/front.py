@@ -21,7 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from pdbus.bus.errors import Broken, RequestError
+from pdbus.bus import wire
+from pdbus.bus.errors import Broken
 from pdbus.nodes.http.bearer import Bearer
 from pdbus.nodes.http.body import check_keys
 from pdbus.nodes.http.errors import HANDLERS, JSON, error_object
@@ -34,6 +35,8 @@ from .servers import Server, Turns
 CONNECT_S = 5.0
 PASSED_ON = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")  # of a request's headers
 GIVEN_BACK = ("content-type", "retry-after", "x-request-id")  # of an answer's
+
+Headers = Mapping[bytes, bytes]
 
 log = logging.getLogger("pdbus.gateway")
 
@@ -64,7 +67,7 @@ class Front:
         """A completion or a chat completion, from both."""
         body = _parsed(await read_body(request))
         headers = self._headers(request)
-        answering = asyncio.ensure_future(self._begin(request.url.path, body, headers))
+        answering = asyncio.ensure_future(self._begin(request.scope["path"], body, headers))
         left = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((answering, left), return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +85,7 @@ class Front:
         tried: set[Server] = set()
         while (decoder := self._decoders.next(time.monotonic_ns(), tried)) is not None:
             tried.add(decoder)
-            url = httpx.URL(decoder.url + request.url.path, query=request.url.query.encode())
+            url = httpx.URL(decoder.url + request.scope["path"], query=request.scope["query_string"])
             try:
                 answer = await self._http.request(request.method, url, content=content, headers=self._headers(request))
             except httpx.HTTPError as e:
@@ -108,7 +111,7 @@ class Front:
 
     # ------------------------------------------------------------ both legs
 
-    async def _begin(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Begun:
+    async def _begin(self, path: str, body: Mapping[str, Any], headers: Headers) -> Begun:
         """The beginning of an answer, from whom it can be had. Raises Broken when nobody answers."""
         tried_prefill: set[Server] = set()
         tried_decode: set[Server] = set()
@@ -131,7 +134,12 @@ class Front:
                 decoder = None
 
     async def _ask(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], prefiller: Server | None, decoder: Server
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Headers,
+        prefiller: Server | None,
+        decoder: Server,
     ) -> Begun:
         """Raises PrefillFailed before the answer has begun, and what httpx does of the decode server."""
         if prefiller is None:
@@ -149,7 +157,7 @@ class Front:
             decode.cancel()
             await asyncio.gather(prefill, decode, return_exceptions=True)
 
-    async def _prefill(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    async def _prefill(self, url: str, body: Mapping[str, Any], headers: Headers) -> None:
         """What is wrong with the request itself the decode server says as well."""
         try:
             answer = await self._http.post(url, json=body, headers=headers)
@@ -158,7 +166,7 @@ class Front:
         if answer.status_code == 429 or answer.status_code >= 500:
             raise PrefillFailed(f"answers {answer.status_code}")
 
-    async def _decode(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Begun:
+    async def _decode(self, url: str, body: Mapping[str, Any], headers: Headers) -> Begun:
         """A stream with its first bytes, anything else as a whole."""
         response = await self._http.send(self._http.build_request("POST", url, json=body, headers=headers), stream=True)
         try:
@@ -172,8 +180,9 @@ class Front:
 
     # ------------------------------------------------------------ one request
 
-    def _headers(self, request: Request) -> dict[str, str]:
-        return {name: value for name in self._passed_on if (value := request.headers.get(name)) is not None}
+    def _headers(self, request: Request) -> Headers:
+        """As bytes: they may be in any encoding."""
+        return {name: value for name, value in request.headers.raw if name.decode("latin-1") in self._passed_on}
 
     def _unreachable(self, turns: Turns, server: Server, error: httpx.HTTPError) -> None:
         turns.down(server, time.monotonic_ns())
@@ -209,12 +218,7 @@ def client() -> httpx.AsyncClient:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     """Raises RequestError for what is no JSON object; what is in it is the servers' to judge."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"the body is no JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise RequestError("the body must be a JSON object")
+    found = wire.plain_json(body)
     check_keys(body)
     return found
 
@@ -244,7 +248,8 @@ async def _gone(request: Request) -> None:
 
 
 def _given_back(answer: httpx.Response) -> dict[str, str]:
-    return {name: value for name in GIVEN_BACK if (value := answer.headers.get(name)) is not None}
+    raw = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in answer.headers.raw]
+    return {name: value for name, value in raw if name in GIVEN_BACK}
 
 
 def _said(error: httpx.HTTPError) -> str:
