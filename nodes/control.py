@@ -27,6 +27,7 @@ from pdbus.bus.wire import decode, encode, pack_u32, replace
 from pdbus.connector import ipc
 from pdbus.connector.joins import MoversReady
 from pdbus.connector.key_watch import KeyWatch
+from pdbus.connector.movers import agents_of, movers, start_movers
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
@@ -45,7 +46,7 @@ from .kv_checks import wrong_digest
 from .logs import set_up_logs
 from .machine_config import core_config, membership_config
 from .measures import Measures
-from .rank_children import agents_of, movers, workers
+from .rank_children import workers
 from .recording import NodeRecorder
 from .setup import Setup, set_up
 from .spans import NodeSpans
@@ -134,7 +135,10 @@ class Control:
         self._checks = 0
         self._checking: dict[int, ev.CheckKv] = {}  # by number, what the workers digest now
         self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
-        self.mover = movers(config, setup, slabs, directory, on_message=self._on_mover, on_exit=self._on_mover_exit)
+        self.mover = movers(
+            slabs, setup.layouts, directory, listen=config.listen, on_message=self._on_mover,
+            on_exit=self._on_mover_exit,
+        )  # fmt: skip
 
     def _key_watch(self, keyring: Keyring) -> KeyWatch:
         return KeyWatch(
@@ -149,7 +153,7 @@ class Control:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         await self._start_worker()
-        await self._start_mover(1)
+        await start_movers(self.mover, self.config.name, self.incarnation, 1)
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
@@ -424,7 +428,7 @@ class Control:
         match message:
             case MoversReady():
                 self._starts["mover"] = 0
-                self.post(ev.MoverUp(agents=agents_of(self.setup, message)))
+                self.post(ev.MoverUp(agents=agents_of(self.setup.layouts, message)))
             case ipc.PeerAdded():
                 if message.problem:
                     log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
@@ -481,11 +485,7 @@ class Control:
                 self._mover_asked = True
                 self._spawn(self.mover.stop())
         else:
-            self._start_again("mover", lambda: self._start_mover(e.epoch))
-
-    async def _start_mover(self, epoch: int) -> None:
-        name, incarnation = self.config.name, self.incarnation.hex()
-        await self.mover.start(lambda rank: {"agent_name": f"{name}/{rank}/{incarnation}/{epoch}"})
+            self._start_again("mover", lambda: start_movers(self.mover, self.config.name, self.incarnation, e.epoch))
 
     # ------------------------------------------------------------ starting again
 

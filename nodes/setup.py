@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 from pdbus.bus.errors import ConfigError
-from pdbus.bus.messages import Geometry
+from pdbus.bus.messages import Geometry, KVLayout
 from pdbus.bus.wire import Declared, replace
 from pdbus.connector.ipc import WorkerArgs
 from pdbus.connector.layout import geometry_for, layout_of, node_block_bytes
+from pdbus.connector.readable import layouts_of
 from pdbus.connector.scratch import scratch_bytes
 
 from .config import NodeConfig
@@ -33,6 +34,11 @@ class Setup(Declared):
     slab_bytes: tuple[int, ...]  # by rank: its KV and, if it reads any, scratch where another order is permuted
     draft_folder: str = ""  # "": no draft model
     device_bytes: int = 0  # of all ranks: their KV once more, where slabs are but mirrors of it
+
+    @property
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """How KV lies on each rank."""
+        return layouts_of(self.geometry, self.blocks)
 
 
 def set_up(config: NodeConfig) -> Setup:

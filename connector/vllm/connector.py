@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from pdbus.bus.hashing import prompt_digest
 from pdbus.bus.wire import pack_u32
@@ -34,11 +35,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    ended: CopiesEnded
+    """`ended`: of each rank. vLLM puts those of all ranks together, step by step."""
+
+    ended: tuple[CopiesEnded, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMetadata)
-        return WorkerMetadata(self.ended.and_then(other.ended))
+        return WorkerMetadata((*self.ended, *other.ended))
 
 
 class PdBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -53,14 +56,14 @@ class PdBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.WORKER:
-            self._worker = WorkerSide(shape.layers, shape.page_bytes)
+            self._worker = WorkerSide(shape.layers, shape.page_bytes, shape.head_runs, get_tensor_model_parallel_rank())
             return
         self._control = control = Control(settings, shape)
         control.start()
         self._scheduler = SchedulerSide(
             settings.role,
             shape.geometry.block_size,
-            control.slab_at,
+            control.slabs,
             control,
             digest=lambda ids: prompt_digest(pack_u32(ids)),
             new_id=lambda: secrets.token_bytes(16),
@@ -132,7 +135,7 @@ class PdBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         ended = self._working.take_ended()
-        return WorkerMetadata(ended) if ended is not None else None
+        return WorkerMetadata((ended,)) if ended is not None else None
 
     def _step(self) -> StepCopies:
         step = self._get_connector_metadata()

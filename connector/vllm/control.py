@@ -1,4 +1,5 @@
-"""The shell around the core, in a thread of vLLM's scheduler process: bus, mover, clock.
+"""The shell around the core, in a thread of vLLM's scheduler process: bus, movers, clock. Each rank has a slab and a
+mover; the core knows of one.
 
 Decisions are made under a lock, by whichever thread has something to tell: vLLM's scheduler must not wait for another
 thread's turn. What they lead to is done by the loop's thread alone, in the order decided.
@@ -14,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,23 @@ from pdbus.bus.errors import Broken, ConfigError, PdError
 from pdbus.bus.keyring import Keyring, node_keyring
 from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
-from pdbus.bus.messages import EventsSnapshot, Hello, Message
+from pdbus.bus.messages import EventsSnapshot, Hello, KVLayout, Message
 from pdbus.bus.publisher import Publisher
 from pdbus.bus.wire import pack_u32
 
 from .. import events as ev
 from .. import ipc
 from ..handoff import HandoffConfig
+from ..joins import MoversReady
 from ..key_watch import KeyWatch
-from ..layout import layout_of, node_block_bytes
-from ..managed import Managed, agent_of
-from ..process import Exit, nixl_environment
+from ..layout import node_block_bytes
+from ..movers import Movers, agents_of, movers, start_movers
+from ..process import Exit
 from ..readable import unreadable
 from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
-from ..slab import Slab
+from ..scratch import scratch_bytes
+from ..slab import Slab, check_available
 from .copies import SlabAt
 from .core import PairConfig, PairCore
 from .events import EngineEvent
@@ -56,7 +59,8 @@ STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is ha
 RESTART_WAIT_S = 0.1
 RENEWALS = 6  # in a lease's time, as on a node: some may be lost
 TICK_MIN_S = 0.001
-REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV
+REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV; new ones wait until it ends
+REST_MAX_S = 0.1  # as waiting goes on: after each rest all workers step for nothing, and take cores that others need
 
 log = logging.getLogger("vllm.pdbus")
 
@@ -75,8 +79,9 @@ class Control:
                 "bytes; at least 2"
             )  # fmt: skip
         self._settings, self._shape = settings, shape
-        self._slab = Slab.create(self._blocks * block_bytes)
-        self.slab_at = SlabAt(path=self._slab.path, size_bytes=self._slab.size_bytes, blocks=self._blocks)
+        self._layouts = shape.layouts(self._blocks)
+        self._slabs = _slabs(self._layouts, reads=settings.role == "decode")
+        self.slabs = tuple(SlabAt(path=s.path, size_bytes=s.size_bytes, blocks=self._blocks) for s in self._slabs)
         self.address = ""  # of the bus, once it is bound
         self._incarnation = secrets.token_bytes(16)
         self._lock = threading.Lock()
@@ -86,6 +91,7 @@ class Control:
         self._effects: deque[ev.NodeEffect] = deque()
         self._draining = False
         self._settled = threading.Event()  # since the last rest, for some request
+        self._rest_s = REST_S
         self._bound = threading.Event()
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="pdbus", daemon=True)
@@ -140,14 +146,15 @@ class Control:
             return self._core.want(request) if self._core is not None else None
 
     def rest(self) -> None:
-        """Wait a little, or until some KV is there or will not come."""
-        self._settled.wait(REST_S)
+        """Wait until some KV is there or will not come, or for about as long as it has been awaited."""
+        settled = self._settled.wait(self._rest_s)
         self._settled.clear()
+        self._rest_s = REST_S if settled else min(2 * self._rest_s, REST_MAX_S)
 
     @property
-    def mover_pid(self) -> int:
-        """0 while none runs."""
-        return self._mover.pid
+    def mover_pids(self) -> tuple[int, ...]:
+        """By rank; 0 while none runs."""
+        return self._mover.pids
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -165,7 +172,8 @@ class Control:
             if self._recorder is not None:
                 self._recorder.close()
             self._bound.set()
-            self._slab.close()
+            for slab in self._slabs:
+                slab.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -181,7 +189,10 @@ class Control:
         )
         if keyring is not None:
             self._keys = KeyWatch(keyring, self._endpoint, self._publisher, peer=self._peer, tell=self.tell)
-        self._mover = self._make_mover(directory)
+        self._mover: Movers = movers(
+            self._slabs, self._layouts, directory.path, listen=self._settings.listen, on_message=self._on_mover,
+            on_exit=self._on_mover_exit,
+        )  # fmt: skip
         try:
             self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
             events = self._publisher.bind(address.rpartition(":")[0] + ":0", setting=f"{WHERE}.listen")
@@ -262,7 +273,8 @@ class Control:
         shape = self._shape
         more = {
             "model": shape.model, "max_model_len": shape.max_model_len, "block_bytes": node_block_bytes(shape.geometry),
-            "address": self.address, "pids": {"control": os.getpid(), "mover": self._mover.pid},
+            "address": self.address, "pids": {"control": os.getpid(), "mover": self._mover.pids[0]},
+            "ranks": [{"mover": pid} for pid in self._mover.pids],
         }  # fmt: skip
         with self._lock:
             return answer_to(received.message, self._core, more) if self._core is not None else None
@@ -306,29 +318,18 @@ class Control:
 
     # ------------------------------------------------------------ the mover
 
-    def _make_mover(self, directory: RunDirectory) -> Managed[ipc.FromMover]:
-        args = ipc.MoverArgs(
-            endpoint="", slab_path=self._slab.path, slab_bytes=self._slab.size_bytes,
-            layout=layout_of(self._shape.geometry, self._blocks), rank=0, agent_name="",
-        )  # fmt: skip
-        return Managed(
-            "pdbus.connector.mover", args, ipc.FromMover, ipc.StopMover(), directory=directory.path,
-            on_message=self._on_mover, on_exit=self._on_mover_exit,
-            environment=nixl_environment(self._settings.listen),
-        )  # fmt: skip
-
     async def _start_mover(self, epoch: int) -> None:
-        await self._mover.start(agent_name=f"{self._settings.name}/0/{self._incarnation.hex()}/{epoch}")
+        await start_movers(self._mover, self._settings.name, self._incarnation, epoch)
 
-    def _on_mover(self, message: ipc.FromMover) -> None:
+    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
         match message:
-            case ipc.MoverReady():
+            case MoversReady():
                 self._starts = 0
-                layout = layout_of(self._shape.geometry, self._blocks)
-                self.tell(ev.MoverUp(agents=(agent_of(message, 0, layout),)))
+                self.tell(ev.MoverUp(agents=agents_of(self._layouts, message)))
             case ipc.PeerAdded(peer=peer, problem=problem):
                 if problem:
                     log.error("cannot read from %s: %s", peer.partition("/")[0], problem)
+                    self._mover.send(ipc.PeerRemove(peer=peer))  # where ranks have it all the same
                 self.tell(ev.PeerAddEnded(peer=peer, problem=problem))
             case ipc.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns):
                 self.tell(ev.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns))
@@ -346,7 +347,7 @@ class Control:
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self._ended.done():
             return
-        if self._mover.pid:
+        if self._mover.running:
             if not self._asked:
                 self._asked = True
                 self._spawn(self._mover.stop())
@@ -384,6 +385,16 @@ class Control:
         if e.topic == "request":
             self._settled.set()
         self._publisher.publish(e.topic, e.event, e.data)
+
+
+def _slabs(layouts: Sequence[KVLayout], *, reads: bool) -> list[Slab]:
+    """One a rank; who reads has scratch behind it, for what peers' ranks share otherwise. Raises ConfigError."""
+    sizes = [layout.region_bytes + (scratch_bytes(layout) if reads else 0) for layout in layouts]
+    try:
+        check_available(sum(sizes))
+        return [Slab.create(size) for size in sizes]
+    except ConfigError as e:
+        raise ConfigError(f"{WHERE}.kv_memory_mib", e.problem) from None
 
 
 _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {

@@ -20,11 +20,12 @@ Tensor = torch.Tensor
 class Pages:
     """vLLM's KV cache, by layer and block."""
 
-    def __init__(self, caches: Mapping[str, Tensor], layers: Sequence[str], page_bytes: int) -> None:
-        """Raises Broken for a cache whose blocks are not each one run of `page_bytes` bytes."""
+    def __init__(self, caches: Mapping[str, Tensor], layers: Sequence[str], page_bytes: int, heads: int = 1) -> None:
+        """Raises Broken for a cache whose blocks are not each one run of `page_bytes` bytes, or for more than one head,
+        of as many equal runs, one a head: ranks of another number share them otherwise."""
         if missing := [name for name in layers if name not in caches]:
             raise Broken(f"vLLM registered no KV cache for layer {missing[0]}")
-        self._layers = [_paged(name, caches[name], page_bytes) for name in layers]
+        self._layers = [_paged(name, caches[name], page_bytes, heads) for name in layers]
         self._page_bytes = page_bytes
 
     @property
@@ -54,7 +55,7 @@ def _ids(blocks: Sequence[int]) -> Tensor:
     return torch.tensor(blocks, dtype=torch.int64)
 
 
-def _paged(name: str, cache: Any, page_bytes: int) -> Tensor:
+def _paged(name: str, cache: Any, page_bytes: int, heads: int) -> Tensor:
     """The cache as [block, byte], on the same memory."""
     if cache.device.type != "cpu":
         raise Broken(f"the KV cache of layer {name} is on {cache.device}: only the CPU is supported in this version")
@@ -69,6 +70,12 @@ def _paged(name: str, cache: Any, page_bytes: int) -> Tensor:
         raise Broken(
             f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides {tuple(cache.stride())}: its "
             f"blocks are not runs of {page_bytes} bytes"
+        )
+    inside = [length for _, length in dense[1:] if length > 1]
+    if heads > 1 and inside[:1] != [heads]:
+        raise Broken(
+            f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides {tuple(cache.stride())}: its "
+            f"blocks are not {heads} runs, one for each head, as --tensor-parallel-size needs it"
         )
     whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
     return whole[begin : begin + size].view(-1, page_bytes)

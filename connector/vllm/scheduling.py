@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ..layout import blocks_for
-from .copies import CopiesEnded, Copy, SlabAt, StepCopies
+from .copies import CopiesEnded, Copy, SlabAt, StepCopies, of_all_ranks
 from .events import EngineEvent, KvWanted, PromptCame, PromptSaved, RequestLeft
 from .pair import Pair, pair_of
 from .wants import Want, WantState
@@ -30,7 +30,7 @@ class Door(Protocol):
     def want(self, request: str) -> Want | None: ...
 
     def rest(self) -> None:
-        """Wait a little, or until some KV is there or will not come."""
+        """Wait until some KV is there or will not come, or for a while."""
 
 
 @dataclass(slots=True)
@@ -46,13 +46,14 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """`digest` hashes token ids; `new_id` mints 128 bits that were never used. All calls from vLLM's scheduler."""
+    """`slabs`: of all ranks. `digest` hashes token ids; `new_id` mints 128 bits that were never used. All calls from
+    vLLM's scheduler."""
 
     def __init__(
         self,
         role: Literal["prefill", "decode"],
         block_size: int,
-        slab: SlabAt,
+        slabs: tuple[SlabAt, ...],
         door: Door,
         *,
         digest: Callable[[Sequence[int]], bytes],
@@ -60,7 +61,7 @@ class SchedulerSide:
     ) -> None:
         self._role = role
         self._block_size = block_size
-        self._slab = slab
+        self._slabs = slabs
         self._door = door
         self._digest = digest
         self._new_id = new_id
@@ -152,7 +153,7 @@ class SchedulerSide:
             self._door.rest()
         loads, self._loads = tuple(self._loads), []
         saves = tuple(self._saves(scheduled)) if self._role == "prefill" else ()
-        return StepCopies(slab=self._slab, loads=loads, saves=saves)
+        return StepCopies(slabs=self._slabs, loads=loads, saves=saves)
 
     def _saves(self, scheduled: Any) -> list[Copy]:
         cached = scheduled.scheduled_cached_reqs
@@ -177,8 +178,9 @@ class SchedulerSide:
         tracked.copying += 1
         return Copy(request=request, source=tuple(table[first:end]), target=blocks[first:end], ready=ready)
 
-    def copied(self, ended: CopiesEnded) -> None:
-        """A step has ended, and with it its copies."""
+    def copied(self, told: Sequence[CopiesEnded]) -> None:
+        """A step has ended, and with it its copies, as each rank tells of its own."""
+        ended = of_all_ranks(len(self._slabs), told)
         for copy in ended.saved:
             self._door.tell(PromptSaved(request=copy.request, ready=copy.ready))
         for copy in ended.loaded:

@@ -1,4 +1,4 @@
-"""The worker's side of the connector: copies pages, as told, within the step it was told for."""
+"""A worker's side of the connector: copies pages, as told, within the step it was told for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ log = logging.getLogger("vllm.pdbus")
 
 
 class WorkerSide:
-    """All calls from the thread that runs steps."""
+    """One rank's. All calls from the thread that runs steps."""
 
-    def __init__(self, layers: Sequence[str], page_bytes: int) -> None:
+    def __init__(self, layers: Sequence[str], page_bytes: int, heads: int, rank: int = 0) -> None:
+        """`page_bytes` and `heads`: of what one rank has of a block of a layer."""
         self._layers = layers
         self._page_bytes = page_bytes
+        self._heads = heads
+        self._rank = rank
         self._pages: Pages | None = None
         self._slab: Slab | None = None
         self._memory: torch.Tensor | None = None
@@ -30,12 +33,12 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Raises Broken for caches that cannot be copied by whole blocks."""
-        self._pages = Pages(caches, self._layers, self._page_bytes)
+        self._pages = Pages(caches, self._layers, self._page_bytes, self._heads)
 
     def load(self, step: StepCopies) -> None:
         """Before the forward pass."""
         for copy in step.loads:
-            if self._copied(copy, step.slab, lambda p, m, c: p.load(m, c.source, c.target)):
+            if self._copied(copy, step, lambda p, m, c: p.load(m, c.source, c.target)):
                 self._ended = self._ended.and_then(CopiesEnded(loaded=(copy,)))
             else:
                 self._wrong.update(copy.target)
@@ -44,14 +47,14 @@ class WorkerSide:
     def save(self, step: StepCopies) -> None:
         """After the forward pass."""
         for copy in step.saves:
-            saved = self._copied(copy, step.slab, lambda p, m, c: p.save(m, c.source, c.target))
+            saved = self._copied(copy, step, lambda p, m, c: p.save(m, c.source, c.target))
             told = CopiesEnded(saved=(copy,)) if saved else CopiesEnded(failed=(copy,))
             self._ended = self._ended.and_then(told)
 
-    def _copied(self, copy: Copy, at: SlabAt, how: Callable[[Pages, torch.Tensor, Copy], None]) -> bool:
+    def _copied(self, copy: Copy, step: StepCopies, how: Callable[[Pages, torch.Tensor, Copy], None]) -> bool:
         """Whatever goes wrong is this request's trouble, not the engine's."""
         try:
-            how(self._registered(), self._mapped(at), copy)
+            how(self._registered(), self._mapped(step.slabs[self._rank]), copy)
         except (Broken, RuntimeError, IndexError, ValueError) as e:
             log.error("cannot copy KV of request %s: %s", copy.request, e)
             return False

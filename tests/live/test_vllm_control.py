@@ -7,8 +7,9 @@ import asyncio
 import os
 import secrets
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.bus.key_folder import KeyFolder
 from pdbus.bus.messages import LedgerReply
 from pdbus.bus.ports import free_port
-from pdbus.connector.layout import geometry_for, node_block_bytes
+from pdbus.bus.wire import replace
+from pdbus.connector.layout import geometry_for, layout_of
 from pdbus.connector.slab import Slab
+from pdbus.connector.vllm import control as control_module
 from pdbus.connector.vllm.control import Control
 from pdbus.connector.vllm.events import KvWanted, PromptCame, PromptSaved, RequestLeft
 from pdbus.connector.vllm.model import KvShape
@@ -32,12 +35,20 @@ from pdbus.nodes.replay.cluster_run import ClusterRun
 from tests.key_folders import key_folder, listens
 
 pytestmark = pytest.mark.live
-GEOMETRY = geometry_for(3, 2, 32, 32, "float32")
-BLOCK_BYTES = node_block_bytes(GEOMETRY)
-SHAPE = KvShape(
-    geometry=GEOMETRY, page_bytes=BLOCK_BYTES // 3, layers=("0", "1", "2"), fingerprint="w", model="m",
-    max_model_len=512,
-)  # fmt: skip
+LAYERS = ("0", "1", "2")
+GEOMETRY = geometry_for(len(LAYERS), 4, 32, 32, "float32")
+BLOCK_BYTES = layout_of(GEOMETRY, 1).region_bytes  # of all ranks
+
+
+def shape(tp: int = 1) -> KvShape:
+    geometry = replace(GEOMETRY, tp=tp)
+    return KvShape(
+        geometry=geometry, page_bytes=layout_of(geometry, 1).region_bytes // len(LAYERS), layers=LAYERS,
+        fingerprint="w", model="m", max_model_len=512,
+    )  # fmt: skip
+
+
+SHAPE = shape()
 TOKENS, DIGEST = 100, b"d" * 16
 WAIT_S = 60
 
@@ -46,7 +57,41 @@ def until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < end
-        time.sleep(0.005)  # as vLLM's own loop does
+        time.sleep(0.005)
+
+
+def shares(control: Control) -> Iterator[tuple[Slab, int, slice]]:
+    """Each rank's slab, what a block of a layer takes there, and which part of all heads that is."""
+    size = BLOCK_BYTES // len(LAYERS) // len(control.slabs)
+    for rank, at in enumerate(control.slabs):
+        slab = Slab.open(at.path, at.size_bytes)
+        yield slab, size, slice(rank * size, (rank + 1) * size)
+        slab.close()
+
+
+def places(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Page by page: its place among all pages of these blocks, and in a slab."""
+    for number, block in enumerate(blocks):
+        for layer in range(len(LAYERS)):
+            yield number * len(LAYERS) + layer, block * len(LAYERS) + layer
+
+
+def put(control: Control, blocks: Sequence[int], content: bytes) -> None:
+    """As the workers of all ranks save it: of each page the heads that a rank has."""
+    whole = BLOCK_BYTES // len(LAYERS)
+    for slab, size, share in shares(control):
+        for at, there in places(blocks):
+            page = content[at * whole : (at + 1) * whole]
+            slab.memory[there * size : (there + 1) * size] = page[share]
+
+
+def taken(control: Control, blocks: Sequence[int]) -> bytes:
+    """What the workers of all ranks would load."""
+    pages: dict[int, bytes] = {}
+    for slab, size, _ in shares(control):
+        for at, there in places(blocks):
+            pages[at] = pages.get(at, b"") + bytes(slab.memory[there * size : (there + 1) * size])
+    return b"".join(pages[at] for at in sorted(pages))
 
 
 class Two(NamedTuple):
@@ -56,15 +101,11 @@ class Two(NamedTuple):
     def came(self, request: str, pair: bytes) -> bytes:
         """A prompt is computed on the prefill server. Returns its bytes in the slab."""
         self.p.tell(PromptCame(request=request, pair=pair, prompt_tokens=TOKENS, prompt_digest=DIGEST))
-        slab = Slab.open(self.p.slab_at.path, self.p.slab_at.size_bytes)
-        written = b""
-        for block in self.p.prompt_blocks(request):
-            content = secrets.token_bytes(BLOCK_BYTES)
-            slab.memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
-            written += content
-        slab.close()
+        blocks = self.p.prompt_blocks(request)
+        written = secrets.token_bytes(len(blocks) * BLOCK_BYTES)
+        put(self.p, blocks, written)
         self.p.tell(PromptSaved(request=request, ready=TOKENS))
-        return written
+        return written if blocks else b""
 
     def fetched(self, request: str, pair: bytes) -> bytes | None:
         """What the decode server has of it in its slab; None if it has to compute it."""
@@ -72,13 +113,12 @@ class Two(NamedTuple):
         self.d.tell(
             KvWanted(request=request, id=number, pair=pair, node="", prompt_tokens=TOKENS, prompt_digest=DIGEST, have=0)
         )
-        until(lambda: (want := self.d.want(request)) is None or want.state is not WantState.FETCHING)
-        want, read = self.d.want(request), None
+        while (want := self.d.want(request)) is not None and want.state is WantState.FETCHING:
+            self.d.rest()  # as vLLM's scheduler does
+        read = None
         assert want is not None
         if want.state is WantState.READY:
-            slab = Slab.open(self.d.slab_at.path, self.d.slab_at.size_bytes)
-            read = b"".join(bytes(slab.memory[b * BLOCK_BYTES : (b + 1) * BLOCK_BYTES]) for b in want.blocks)
-            slab.close()
+            read = taken(self.d, want.blocks)
         self.d.tell(RequestLeft(request=request))
         return read
 
@@ -96,19 +136,26 @@ def settings(role: str, **more: object) -> Settings:
     return Settings(role=role, name=f"vllm-{role}", **{**defaults, **more})  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Two]:
-    p = Control(settings("prefill"), SHAPE)
+@contextmanager
+def both(prefill: int = 1, decode: int = 1) -> Iterator[Two]:
+    """Of so many ranks."""
+    p = Control(settings("prefill"), shape(prefill))
     p.start()
-    d = Control(settings("decode", join=(p.address,)), SHAPE)
-    d.start()
-    made = Two(p, d)
+    d = Control(settings("decode", join=(p.address,)), shape(decode))
     try:
+        d.start()
+        made = Two(p, d)
         until(made.handed_over)
         yield made
     finally:
         d.stop()
         p.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Two]:
+    with both() as made:
+        yield made
 
 
 def test_bytes_arrive_as_they_were(two: Two) -> None:
@@ -124,10 +171,19 @@ def test_a_tool_is_told_how_a_server_stands(two: Two) -> None:
     assert [(p["name"], p["state"]) for p in said["peers"]] == [("vllm-decode", "up")]
     (kept,) = [r for r in said["requests"] if r["vllm_request"] == "kept"]
     assert (kept["state"], kept["prompt_tokens"]) == ("computed", TOKENS)
-    assert pair.hex() not in str(said) and said["pids"]["mover"] == two.p.mover_pid
+    assert pair.hex() not in str(said)
+    assert (said["pids"]["mover"], said["ranks"]) == (two.p.mover_pids[0], [{"mover": two.p.mover_pids[0]}])
     assert told(two.d)[0]["ready"]
     two.p.tell(RequestLeft(request="kept"))
     until(lambda: told(two.p)[1].clean and told(two.d)[1].clean)
+
+
+def test_a_rest_ends_when_kv_is_there_or_will_not_come(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("REST_S", "REST_MAX_S"):
+        monkeypatch.setattr(control_module, bound, threading.TIMEOUT_MAX)
+    assert two.handed_over()  # the bound holds from the next rest on
+    assert two.handed_over()
+    assert two.fetched("lone", secrets.token_bytes(16)) is None  # nobody has that pair
 
 
 def test_what_only_a_node_does_is_refused_in_words(two: Two) -> None:
@@ -148,16 +204,24 @@ def told(control: Control) -> tuple[dict[str, Any], LedgerReply]:
 
 
 @pytest.mark.long
-def test_a_pair_that_nobody_has_is_given_up(two: Two) -> None:
-    assert two.fetched("lone", secrets.token_bytes(16)) is None
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_a_mover_that_is_killed_is_replaced(two: Two, side: str) -> None:
     control: Control = getattr(two, side)
-    os.kill(control.mover_pid, signal.SIGKILL)
+    os.kill(control.mover_pids[0], signal.SIGKILL)
     until(two.handed_over)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_ranks_of_another_number_find_their_heads(prefill: int, decode: int) -> None:
+    """A mover of one rank that is killed fails what is read, and all ranks go on under a new epoch."""
+    with both(prefill, decode) as made:
+        assert made.handed_over()
+        for control in made:
+            before = control.mover_pids
+            os.kill(before[-1], signal.SIGKILL)
+            until(made.handed_over)
+            assert not dict.fromkeys(before).keys() & dict.fromkeys(control.mover_pids).keys()
 
 
 def test_an_address_that_is_taken_is_named(two: Two) -> None:

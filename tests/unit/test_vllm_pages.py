@@ -34,15 +34,15 @@ def at(slab: Slab) -> SlabAt:
 
 
 def test_what_is_saved_comes_back_as_it_was(caches: dict[str, torch.Tensor], slab: Slab) -> None:
-    worker = WorkerSide(tuple(caches), PAGE)
+    worker = WorkerSide(tuple(caches), PAGE, heads=1)
     worker.register(caches)
     before = {name: cache.clone() for name, cache in caches.items()}
     save = Copy(request="r", source=(5, 0), target=(3, 1), ready=8)
-    worker.save(StepCopies(slab=at(slab), saves=(save,)))
+    worker.save(StepCopies(slabs=(at(slab),), saves=(save,)))
     for cache in caches.values():
         cache.zero_()
     load = Copy(request="r", source=(3, 1), target=(2, 4))
-    worker.load(StepCopies(slab=at(slab), loads=(load,)))
+    worker.load(StepCopies(slabs=(at(slab),), loads=(load,)))
     for name, cache in caches.items():
         assert torch.equal(cache[2], before[name][5])
         assert torch.equal(cache[4], before[name][0])
@@ -54,10 +54,10 @@ def test_what_is_saved_comes_back_as_it_was(caches: dict[str, torch.Tensor], sla
 
 
 def test_a_slab_that_is_gone_fails_the_copy_not_the_worker(caches: dict[str, torch.Tensor]) -> None:
-    worker = WorkerSide(tuple(caches), PAGE)
+    worker = WorkerSide(tuple(caches), PAGE, heads=1)
     worker.register(caches)
     load = Copy(request="r", source=(0,), target=(3,))
-    worker.load(StepCopies(slab=SlabAt(path="/proc/self/fd/9999", size_bytes=10, blocks=1), loads=(load,)))
+    worker.load(StepCopies(slabs=(SlabAt(path="/proc/self/fd/9999", size_bytes=10, blocks=1),), loads=(load,)))
     ended = worker.take_ended()
     assert ended is not None and ended.failed == (load,)
     assert worker.take_wrong_blocks() == {3}
@@ -76,6 +76,24 @@ def test_blocks_that_are_one_run_are_pages_whatever_their_inside() -> None:
 def test_blocks_that_are_not_one_run_are_refused(cache: torch.Tensor) -> None:
     with pytest.raises(Broken, match="not runs of"):
         Pages({"l": cache}, ["l"], PAGE)
+
+
+def test_with_other_ranks_a_head_must_be_one_run(caches: dict[str, torch.Tensor]) -> None:
+    assert Pages(caches, ["l0"], PAGE, heads=2).blocks == BLOCKS
+    by_token = torch.randn(BLOCKS, 4, 2, 8).transpose(1, 2)
+    with pytest.raises(Broken, match="not 2 runs, one for each head"):
+        Pages({"l": by_token}, ["l"], PAGE, heads=2)
+
+
+def test_each_rank_copies_into_its_own_slab(caches: dict[str, torch.Tensor], slab: Slab) -> None:
+    other = Slab.create(SLAB_BLOCKS * 3 * PAGE)
+    save = Copy(request="r", source=(5,), target=(3,), ready=4)
+    worker = WorkerSide(tuple(caches), PAGE, heads=2, rank=1)
+    worker.register(caches)
+    worker.save(StepCopies(slabs=(at(other), at(slab)), saves=(save,)))
+    assert not any(other.memory) and any(slab.memory)
+    worker.close()
+    other.close()
 
 
 def test_a_layer_without_a_cache_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdbus.connector.vllm.copies import CopiesEnded, Copy, SlabAt
+from pdbus.connector.vllm.copies import CopiesEnded, Copy, SlabAt, of_all_ranks
 from pdbus.connector.vllm.events import EngineEvent, KvWanted, PromptCame, PromptSaved, RequestLeft
 from pdbus.connector.vllm.scheduling import SchedulerSide
 from pdbus.connector.vllm.wants import Want, WantState
@@ -52,8 +52,8 @@ def door() -> FakeDoor:
     return FakeDoor()
 
 
-def side_of(role: Any, door: FakeDoor) -> SchedulerSide:
-    return SchedulerSide(role, SIZE, SLAB, door, digest=lambda ids: bytes(ids), new_id=lambda: b"i" * 16)
+def side_of(role: Any, door: FakeDoor, ranks: int = 1) -> SchedulerSide:
+    return SchedulerSide(role, SIZE, (SLAB,) * ranks, door, digest=lambda ids: bytes(ids), new_id=lambda: b"i" * 16)
 
 
 def request_of(tokens: int = 10, name: str = "r", **changed: Any) -> Any:
@@ -138,7 +138,7 @@ def test_the_slabs_blocks_are_kept_until_the_load_has_ended(door: FakeDoor) -> N
     (copy,) = side.step(NOTHING).loads
     side.finished(request)
     assert door.left == []
-    side.copied(CopiesEnded(loaded=(copy,)))
+    side.copied([CopiesEnded(loaded=(copy,))])
     assert "r" in door.left
     assert len(side) == 0
 
@@ -228,7 +228,7 @@ def test_saves_count_once_their_step_has_ended(door: FakeDoor) -> None:
     (save,) = side.step(scheduled(0, 10, new=True, blocks=[3, 4, 9])).saves
     side.finished(request)
     assert len(door.told) == 1
-    side.copied(CopiesEnded(saved=(save,)))
+    side.copied([CopiesEnded(saved=(save,))])
     assert door.told[1:] == [PromptSaved(request="r", ready=10), RequestLeft(request="r")]
 
 
@@ -252,6 +252,38 @@ def test_a_save_that_fails_ends_the_offer(door: FakeDoor) -> None:
     side, request = side_of("prefill", door), request_of()
     side.arrived(request)
     (save,) = side.step(scheduled(0, 10, new=True, blocks=[3, 4, 9])).saves
-    side.copied(CopiesEnded(failed=(save,)))
+    side.copied([CopiesEnded(failed=(save,))])
     assert door.left == ["r"]
     assert not any(isinstance(event, PromptSaved) for event in door.told)
+
+
+# ---------------------------------------------------------------- several ranks
+
+A, B = (Copy(request=name, source=(3,), target=(10,), ready=4) for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("told", "saved", "failed"),
+    [
+        ([CopiesEnded(saved=(A, B)), CopiesEnded(saved=(B, A))], (A, B), ()),
+        ([CopiesEnded(saved=(A, B)), CopiesEnded(saved=(A,), failed=(B,))], (A,), (B,)),
+        ([CopiesEnded(failed=(A,)), CopiesEnded(failed=(A,))], (), (A,)),
+        ([CopiesEnded(saved=(A,))], (), (A,)),
+    ],
+    ids=["all", "one failed", "both failed", "one said nothing"],
+)
+def test_a_copy_is_made_when_every_rank_has_made_its_share(told: Any, saved: Any, failed: Any) -> None:
+    ended = of_all_ranks(2, told)
+    assert (ended.saved, ended.loaded, ended.failed) == (saved, (), failed)
+
+
+def test_a_prompt_that_one_rank_could_not_save_is_not_offered(door: FakeDoor) -> None:
+    """And its blocks are given back once, when the request is over too."""
+    side, request = side_of("prefill", door, ranks=2), request_of()
+    side.arrived(request)
+    step = side.step(scheduled(0, 10, new=True, blocks=[3, 4, 9]))
+    assert step.slabs == (SLAB, SLAB)
+    side.copied([CopiesEnded(saved=step.saves), CopiesEnded(failed=step.saves)])
+    assert not any(isinstance(event, PromptSaved) for event in door.told)
+    side.finished(request)
+    assert door.left == ["r", "r"] and len(side) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdbus.connector.vllm.core import PairCore
@@ -25,11 +26,11 @@ def core_of(folder: Path, name: str) -> PairCore:
     return rerun.core
 
 
-def wait_clean(folder: Path) -> None:
-    """Until every block of both slabs is free, and no lease is held."""
+def wait_clean(folder: Path, names: Sequence[str] = ("p1", "d1")) -> None:
+    """Until every block of these servers' slabs is free, and no lease is held."""
     end = time.monotonic() + SETTLED_S
     while True:
-        cores = [core_of(folder, name) for name in ("p1", "d1")]
+        cores = [core_of(folder, name) for name in names]
         counts = [core.pool.counts() for core in cores]
         if all(c.free == c.total for c in counts) and not any(core.offers.held() for core in cores):
             return

@@ -21,6 +21,7 @@ import httpx
 START_S = 400
 ANSWER_S = 120
 LEASE_S = 3  # of the prefill server: less than is left between renewals, so that one can be seen to expire
+CORES = 2  # of the machine, that are used
 BLOCK = 32  # the least that vLLM's CPU kernels take
 
 
@@ -41,20 +42,23 @@ def free_port() -> int:
 
 
 class Server:
-    """One `vllm` process and what it has started. `core`: the one it computes on."""
+    """One `vllm` process and what it has started. `core`: the one it computes on; of several ranks the first one's."""
 
-    def __init__(self, model: Path, log: Path, core: int, transfer: Mapping[str, Any], **environment: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, core: int, transfer: Mapping[str, Any], tp: int = 1, **environment: str
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        self._model, self._core, self._transfer, self._environment = model, core, transfer, environment
+        self._model, self._tp, self._transfer, self._environment = model, tp, transfer, environment
+        self._cores = "|".join(str((core + rank) % CORES) for rank in range(tp))
         self.start()
 
     def start(self) -> None:
         """Also again, on the same ports."""
         env = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(self._core),
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": self._cores,
             "OMP_NUM_THREADS": "1", **self._environment,
         }  # fmt: skip
         with self._log.open("ab") as out:
@@ -63,7 +67,8 @@ class Server:
                     sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model),
                     "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
                     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-                    "--block-size", str(BLOCK), "--enforce-eager", "--kv-transfer-config", json.dumps(self._transfer),
+                    "--block-size", str(BLOCK), "--enforce-eager", "--tensor-parallel-size", str(self._tp),
+                    "--kv-transfer-config", json.dumps(self._transfer),
                 ],
                 stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdbus.bus.wire import Declared
-from pdbus.connector.managed import Managed
-from pdbus.connector.process import Exit
+
+from .managed import Managed
+from .process import Exit
 
 Received = TypeVar("Received", bound=Declared)
 Received_contra = TypeVar("Received_contra", contravariant=True)
@@ -21,7 +22,7 @@ Joined_co = TypeVar("Joined_co", covariant=True)
 
 
 class Join(Protocol[Received_contra, Joined_co]):
-    """One life of all ranks (connector/joins.py): what they are told, and what they say."""
+    """One life of all ranks (joins.py): what they are told, and what they say."""
 
     def tell(self, message: Declared) -> None: ...
 
