@@ -17,6 +17,7 @@ from .messages import Error
 # The codes of Error.code that have a type of their own; any other code is a RequestError with that code.
 PROTOCOL, OVERLOADED, DEADLINE, BROKEN, CLOSED = "protocol", "overloaded", "deadline", "broken", "closed"
 CONFIG = "config"
+TEXT_CHARS_MAX, FIELD_CHARS_MAX = 4000, 200  # of an error: it may quote what was sent, some of it four times as long
 
 
 def error_of(problem: PdError, *, kind: str = "", client_id: str = "") -> Error:
@@ -35,9 +36,8 @@ def error_of(problem: PdError, *, kind: str = "", client_id: str = "") -> Error:
             code = CLOSED
         case ConfigError():
             code, field = CONFIG, problem.setting
-    return Error(
-        message=str(problem), kind=kind, field=field, code=code, client_id=client_id, retry_after_ms=retry_after_ms
-    )
+    message, field = str(problem)[:TEXT_CHARS_MAX], field[:FIELD_CHARS_MAX]
+    return Error(message=message, kind=kind, field=field, code=code, client_id=client_id, retry_after_ms=retry_after_ms)
 
 
 def exception_of(error: Error) -> PdError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -24,7 +24,7 @@ from .counters import Counters
 from .curve import HANDSHAKE_FAILED, Doorkeeper, call, handshake_problem, serve
 from .door import EVENTS as DOOR_EVENTS
 from .door import Door, check_descriptors
-from .errors import Broken, Closed, ConfigError, DeadlineExceeded, PdError, RequestError
+from .errors import Broken, Closed, ConfigError, DeadlineExceeded, LocalProtocolError, PdError, RequestError
 from .frames import Unreadable, pack, unpack
 from .keyring import Grants, Keyring
 from .messages import Error, Message
@@ -288,6 +288,13 @@ class Endpoint:
         if self._tap is not None:
             self._tap(link, header, message)
         return seq
+
+    def tell(self, link: str, message: Message, raw: Sequence[bytes] = (), **about: Any) -> int:
+        """`send` of what may echo a peer: where that is too large for the bus, an `error` says so instead."""
+        try:
+            return self.send(link, message, raw, **about)
+        except LocalProtocolError as e:
+            return self.send(link, error_of(e), **about)
 
     async def request(
         self,

@@ -16,6 +16,7 @@ from .messages import MESSAGES, Message
 from .wire import FRAME_BYTES_MAX, FRAMES_MAX, PREFIX, Header, decode, encode
 
 HEADER_BYTES_MAX = 4096  # a header is two names, two incarnations and two counters
+NAME_CHARS_MAX, INCARNATION_BYTES_MAX = 256, 64  # of the sender: an answer's header has them beside ours
 LENGTH_BYTES = 2  # of the header's length
 KIND_BYTES_MAX = 64  # the longest kind has 21; what is longer is echoed cut
 KIND_END = b"\0"
@@ -101,9 +102,16 @@ def _header(first: bytes, at: int, kind: str) -> tuple[Header, int]:
             field="header",
         )
     try:
-        return decode(first[begin:end], Header, name=kind), end
+        header = decode(first[begin:end], Header, name=kind)
     except RemoteProtocolError as e:
         raise Unreadable("bad_header", str(e), kind=kind, field=f"header.{e.field}".removesuffix(".")) from None
+    if len(header.from_) > NAME_CHARS_MAX:
+        problem = f"a name of {len(header.from_)} characters, at most {NAME_CHARS_MAX}"
+        raise Unreadable("bad_header", problem, kind=kind, field="header.from")
+    if len(header.from_inc) > INCARNATION_BYTES_MAX:
+        problem = f"an incarnation of {len(header.from_inc)} bytes, at most {INCARNATION_BYTES_MAX}"
+        raise Unreadable("bad_header", problem, kind=kind, field="header.from_inc")
+    return header, end
 
 
 def _not_ours(first: bytes) -> Unreadable:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +83,11 @@ class KeyFolder:
     def allowed(self) -> AllowList:
         """The allow-list, empty when there is none. Raises ConfigError naming the file and the line."""
         file = self.path / ALLOWED
-        if not file.exists():
+        try:
+            there = file.exists()
+        except OSError as e:
+            raise ConfigError(self.setting, f"cannot read {file}: {e.strerror}") from None
+        if not there:
             return AllowList(setting=str(file))
         check_private(file, self.setting)
         return parse_allowed(read_text(file, ALLOWED_BYTES_MAX, self.setting), str(file))
@@ -109,14 +116,30 @@ class KeyFolder:
 
     def allow(self, key: Key) -> bool:
         """Put a key on the allow-list, as the newest of its name. False when it stood there so. Raises ConfigError."""
-        keys = self.allowed().keys
-        if key in keys:
-            return False
-        self._write_allowed(*(k for k in keys if k.public != key.public), key)
-        return True
+        with self._alone():
+            keys = self.allowed().keys
+            if key in keys:
+                return False
+            self._write_allowed(*(k for k in keys if k.public != key.public), key)
+            return True
 
     def revoke(self, *keys: Key) -> None:
-        self._write_allowed(*(k for k in self.allowed().keys if k not in keys))
+        with self._alone():
+            self._write_allowed(*(k for k in self.allowed().keys if k not in keys))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One change at a time, or the later one would undo the other."""
+        try:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as e:
+            raise ConfigError(self.setting, f"cannot read {self.path}: {e.strerror}") from None
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _write_allowed(self, *keys: Key) -> None:
         file = self.path / ALLOWED

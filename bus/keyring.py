@@ -41,32 +41,31 @@ class Keyring:
         self.own = own
         self.folder = folder
         self._node = node
-        self.allowed: AllowList
-        self._stamp: Stamp
         self._said: dict[str, float] = {}  # by key, '' for strangers: when it was last logged
-        self._read()
-
-    def _read(self) -> None:
-        self._stamp = self.folder.stamp()
-        self.allowed = self.folder.allowed()
+        self._trouble = ""  # why the allow-list cannot be read now, as it was logged
+        self._stamp: Stamp = folder.stamp()
+        self.allowed: AllowList = folder.allowed()
 
     def reload(self) -> tuple[Key, ...]:
         """Read the allow-list again if it has changed. Returns the keys that no longer stand on it, or say something
         else now. Where it cannot be read, or has lost our own key (someone is writing it), the last one stays in force,
-        and that is logged."""
-        if self._stamp == self.folder.stamp():
+        that is logged, and it is tried again: what is wrong may be mended without a change of the text."""
+        stamp = self.folder.stamp()
+        if self._stamp == stamp:
             return ()
         before = self.allowed
         try:
-            self._read()
-            was, now = before.get(self.own.public), self.allowed.get(self.own.public)
+            allowed = self.folder.allowed()
+            was, now = before.get(self.own.public), allowed.get(self.own.public)
             if was and (now is None or now.name != was.name):
                 raise ConfigError(str(self.folder.path), f"the key of {self.own.name} itself does not stand there")
         except ConfigError as e:
-            self.allowed = before
-            log.error("the allow-list stays as it was: %s", e)
+            if self._trouble != str(e):
+                self._trouble = str(e)
+                log.error("the allow-list stays as it was: %s", e)
             return ()
-        after = {(key.name, key.role, key.public) for key in self.allowed.keys}
+        self._stamp, self._trouble, self.allowed = stamp, "", allowed
+        after = {(key.name, key.role, key.public) for key in allowed.keys}
         return tuple(key for key in before.keys if (key.name, key.role, key.public) not in after)
 
     # ------------------------------------------------------------ who is it?

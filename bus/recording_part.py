@@ -96,12 +96,17 @@ def part_name(node: str, incarnation: bytes, part: int) -> str:
     return f"{node}-{incarnation.hex()[:12]}-{part:04d}{SUFFIX}"
 
 
+def _private(path: str, flags: int) -> int:
+    """Who asked whom for what, and perhaps the prompts and answers: not for others on this machine."""
+    return os.open(path, flags, 0o600)
+
+
 class PartWriter:
     """Writes one new file. Every call may raise OSError, and is of no use afterwards."""
 
     def __init__(self, directory: Path, header: RecordingHeader) -> None:
         self.path = directory / part_name(header.node, header.incarnation, header.part)
-        self._file: BinaryIO = self.path.open("xb")
+        self._file: BinaryIO = open(self.path, "xb", opener=_private)  # noqa: SIM115
         self._mcap = Writer(
             self._file, chunk_size=CHUNK_BYTES, compression=CompressionType.ZSTD, index_types=IndexType.NONE,
             repeat_channels=False, repeat_schemas=False, use_statistics=False, use_summary_offsets=False,

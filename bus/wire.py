@@ -156,6 +156,12 @@ def decode_json(data: bytes, kind: type[T]) -> T:
         raise RequestError(f"the body must be one JSON object in UTF-8: {problem}", code="invalid_json") from None
 
 
+def plain_json(data: bytes) -> dict[str, Any]:
+    """An object that a user wrote as JSON, of any content. Raises RequestError as `decode_json` does."""
+    found: dict[str, Any] = decode_json(data, dict[str, Any])  # type: ignore[type-var]
+    return found
+
+
 def _lax(data: bytes) -> tuple[str, str] | None:
     """Where something stands that only a laxer parser takes, and what; None when that is not the problem."""
     try:

@@ -24,6 +24,7 @@ class Answer:
     checker: StopChecker
     piece: Callable[[int], bytes]  # what a token stands for
     traceparent: str = ""  # what prefill nodes are told
+    public: str = ""  # the key with which it was asked; '' without keys
     tokens: list[int] = field(default_factory=list)
     sent: int = 0
     text: str = ""  # complete, not yet sent

@@ -282,14 +282,14 @@ class Control:
         if isinstance(e.message, PrefillRequest):
             self._send_prefill(e, e.message)
         else:
-            self.endpoint.send(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
+            self.endpoint.tell(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
 
     def _send_prefill(self, e: ev.Send[Message], message: PrefillRequest) -> None:
         request = message.try_.request
         if traceparent := self.intake.traceparent(request):
             message = replace(message, traceparent=traceparent)
         raw = (pack_u32(self.intake.prompt(request)),)
-        self.endpoint.send(e.link, message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
+        self.endpoint.tell(e.link, message, raw, to=e.to, to_inc=e.to_inc, cause=e.cause)
         self._warm()
 
     def _open_link(self, e: ev.OpenLink) -> None:

@@ -7,10 +7,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdbus.bus.answers import error_of
-from pdbus.bus.endpoint import Received
+from pdbus.bus.endpoint import FORBIDDEN, Received
 from pdbus.bus.errors import Closed, ConfigError, PdError, RequestError
 from pdbus.bus.hashing import block_hashes, prompt_digest
 from pdbus.bus.messages import (
@@ -59,9 +60,19 @@ JOIN_WAIT_S = 6.0  # a handshake's 5 s, and one to dial
 JOIN_LOOK_S = 0.02
 PROBE_WAIT_S = 4.0  # a step of a large chunk may be under way in the worker; less than a client waits for status
 ANSWERS_MAX = 4096  # requests being tokenized or answered; one more is refused before any work
+CLIENT_ID_CHARS_MAX = 256
+TARGETS_MAX = 1024  # to connect or disconnect: as many as there can be; a million would keep the node from all else
 UNTIL_FULL = 2**31 - 1  # max_tokens of a client that wants as many as fit
 
 log = logging.getLogger("pdbus.intake")
+
+
+@dataclass(slots=True)
+class Coming:
+    """A request before it has an answer."""
+
+    public: str  # as in Answer
+    cancelled: bool = False
 
 
 class Intake:
@@ -74,7 +85,7 @@ class Intake:
         self._answers: dict[bytes, Answer] = {}
         self._by_seq: dict[int, Answer] = {}
         self._checking_schema = asyncio.Lock()
-        self._tokenizing: dict[str, bool] = {}  # by client key: whether it was cancelled meanwhile
+        self._tokenizing: dict[str, Coming] = {}  # by client key
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Future[bool]] = {}
         self._probe = 0
@@ -132,7 +143,7 @@ class Intake:
             )
             self._reply(received, error)
             return
-        self._tokenizing[key] = False
+        self._tokenizing[key] = Coming(self._control.endpoint.public_of(received.link))
         self._spawn(self._admit(received, message, key))
 
     async def _admit(self, received: Received, message: Generate, key: str) -> None:
@@ -153,9 +164,9 @@ class Intake:
             self._reply(received, error_of(e, kind=message.KIND, client_id=message.client_id))
             return
         finally:
-            cancelled = self._tokenizing.pop(key)
+            coming = self._tokenizing.pop(key)
         request = secrets.token_bytes(16)
-        if cancelled:
+        if coming.cancelled:
             self._reply(received, Finished(client_id=message.client_id, request=request, reason="cancelled"))
             return
         spans = self._control.spans
@@ -172,6 +183,7 @@ class Intake:
             checker=StopChecker(sampling, self._tokenizer.eos_ids, self._tokenizer.decoder()),
             piece=self._tokenizer.piece,
             traceparent=told,
+            public=coming.public,
         )
         self._control.post(
             ev.GenerateAsked(
@@ -227,16 +239,27 @@ class Intake:
     def _cancel(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Cancel)
-        key = client_key(received, message.client_id)
+        key = self._own_key(received, message.client_id)
         if key in self._tokenizing:
-            self._tokenizing[key] = True
+            self._tokenizing[key].cancelled = True
         self._control.post(ev.CancelAsked(client=key))
         self._reply(received, Cancelled(client_id=message.client_id))
 
     def _credit(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Credit)
-        self._control.post(ev.CreditGiven(client=client_key(received, message.client_id), index=message.index))
+        self._control.post(ev.CreditGiven(client=self._own_key(received, message.client_id), index=message.index))
+
+    def _own_key(self, received: Received, client_id: str) -> str:
+        """Of a request of its own. Raises RequestError where another key asked: what names it stands in the status, and
+        whoever may read that could speak for it."""
+        key = client_key(received, client_id)
+        known = self._control.core.requests.of_client(key)
+        asked = self._tokenizing.get(key) or (self._answers.get(known.request) if known is not None else None)
+        if asked is not None and asked.public != self._control.endpoint.public_of(received.link):
+            problem = "client_id: this request was asked with another key"
+            raise RequestError(problem, param="client_id", code=FORBIDDEN)
+        return key
 
     # ------------------------------------------------------------ answers
 
@@ -293,14 +316,14 @@ class Intake:
         )
 
     def _say(self, answer: Answer, message: Message) -> bool:
-        sent = self._control.endpoint.send(answer.link, message, to=answer.client_name, to_inc=answer.client_inc)
+        sent = self._control.endpoint.tell(answer.link, message, to=answer.client_name, to_inc=answer.client_inc)
         return bool(sent)
 
     # ------------------------------------------------------------ tools
 
     def _reply(self, received: Received, message: Message) -> None:
         header = received.header
-        self._control.endpoint.send(received.link, message, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+        self._control.endpoint.tell(received.link, message, to=header.from_, to_inc=header.from_inc, cause=header.seq)
 
     def _answer_later(self, received: Received, work: Coroutine[Any, Any, Message]) -> None:
         async def run() -> None:
@@ -378,6 +401,7 @@ class Intake:
         """All are called at once, before anything else that is asked; only the answer waits."""
         message = received.message
         assert isinstance(message, Connect)
+        _check_count("addresses", message.addresses)
         refused = [self._join(address) for address in message.addresses]
         self._answer_later(received, self._connected(message.addresses, refused))
 
@@ -408,6 +432,7 @@ class Intake:
     def _disconnect(self, received: Received) -> None:
         message = received.message
         assert isinstance(message, Disconnect)
+        _check_count("targets", message.targets)
         for target in message.targets:
             self._control.post(ev.RemoveAsked(target=target))
         outcomes = report.removed(self._control.core, message.targets)
@@ -448,6 +473,15 @@ class Intake:
                 answered.set_result(False)
 
 
+def _check_count(name: str, given: Sequence[str]) -> None:
+    if len(given) > TARGETS_MAX:
+        raise RequestError(f"{name}: at most {TARGETS_MAX} at once, got {len(given)}", param=name)
+
+
 def client_key(received: Received, client_id: str) -> str:
-    """What names a request of a client: its life and the id it chose."""
+    """What names a request of a client: its life and the id it chose. Raises RequestError for a long one: each token's
+    message has it."""
+    if len(client_id) > CLIENT_ID_CHARS_MAX:
+        problem = f"client_id: at most {CLIENT_ID_CHARS_MAX} characters, got {len(client_id)}"
+        raise RequestError(problem, param="client_id")
     return f"{received.header.from_inc.hex()}:{client_id}"

@@ -11,6 +11,7 @@ FORMS = ("text", "json")
 FIELDS = ("request", "attempt", "peer")  # of a line, beside its text, where it has them
 BURST = 20  # lines of one kind in a window: enough to see what goes on, whatever fails how often
 WINDOW_S = 10.0
+CHARS_MAX = 4000  # of a message: it may quote what another node says, which has no limit but a frame's
 STANDARD = "%(asctime)s {name} %(message)s"
 
 
@@ -31,7 +32,11 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         said = " ".join(f"{key}={value}" for key, value in _fields(record).items())
         line = super().format(record)
-        return f"{line} ({said})" if said else line
+        return f"{line} ({_in_one_line(said)})" if said else line
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _in_one_line(record.message)
+        return super().formatMessage(record)
 
 
 class JsonLines(logging.Formatter):
@@ -48,7 +53,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "node": self._name,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _cut(record.getMessage()),
             **_fields(record),
         }
         if record.exc_info:
@@ -73,6 +78,16 @@ class Repeats(logging.Filter):
             since, count = now, 0
         self._kinds[kind] = since, count + 1
         return count < BURST
+
+
+def _in_one_line(text: str) -> str:
+    """Whoever is quoted begins no line of his own, and sets no colours."""
+    text = _cut(text.rstrip("\n"))
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CHARS_MAX else f"{text[:CHARS_MAX]}... ({len(text)} characters)"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

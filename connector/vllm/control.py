@@ -256,7 +256,7 @@ class Control:
         answer = self._answer_to(received)
         if answer is not None:
             header = received.header
-            self._endpoint.send(received.link, answer, to=header.from_, to_inc=header.from_inc, cause=header.seq)
+            self._endpoint.tell(received.link, answer, to=header.from_, to_inc=header.from_inc, cause=header.seq)
             return
         self.tell(ev.MessageCame(link=received.link, header=received.header, message=received.message))
 
@@ -317,7 +317,7 @@ class Control:
     # ------------------------------------------------------------ effects
 
     def _send(self, e: ev.Send[Any]) -> None:
-        self._endpoint.send(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
+        self._endpoint.tell(e.link, e.message, to=e.to, to_inc=e.to_inc, cause=e.cause)
 
     def _open_link(self, e: ev.OpenLink) -> None:
         try:

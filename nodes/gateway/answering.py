@@ -2,8 +2,9 @@
 anything has gone out.
 
 What is tried again: a node that is lost, that drains or shuts down, or that failed; at most `TRIES_MAX` times, each at
-another node, within the request's deadline. A node that is full is no failure: when all are, the request waits. What
-a client asked wrongly, no other node would answer otherwise: that error passes.
+another node, within the request's deadline. A node that is full is no failure: when all are, the request waits. Nor is
+one where the prompt does not fit: one where more fits is asked. What else a client asked wrongly, no other node would
+answer otherwise: that error passes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from pdbus.bus.errors import Broken, Closed, DeadlineExceeded, Overloaded, PdError
+from pdbus.bus.errors import Broken, Closed, DeadlineExceeded, Overloaded, PdError, RequestError
 from pdbus.bus.generation import Generation, Prompt
 from pdbus.bus.messages import Finished, Sampling, Token
 
@@ -30,6 +31,7 @@ LATE_S = 2.0  # after its deadline, for the node to say so
 PULL_S = 0.02  # a request that waited and was not refused within this has room: the next one may try
 RETRY_AFTER_MS = 1000  # where no node has said when to come back
 GOOD = ("stop", "length")
+TOO_LONG = "context_length_exceeded"  # RequestError.code
 TOKEN_BYTES = 4
 
 
@@ -64,6 +66,8 @@ class Routed:
         self._generation: Generation | None = None
         self._failed: dict[tuple[str, bytes], PdError] = {}  # by node's life
         self._full: dict[tuple[str, bytes], Overloaded] = {}  # since the last wait
+        self._too_short = -1  # tokens that fit where it did not
+        self._too_long: list[RequestError] = []  # what was said there
         self._waited = False
         self._read: Read | None = None
         self._flight: Flight = gateway.flights.begins(number, gateway.now_ns())
@@ -134,6 +138,9 @@ class Routed:
             self._full[node.life] = problem
             self._flight.enters(WAITING, "", self._gateway.now_ns())
             return
+        if self._is_too_long(problem, node):
+            self._flight.enters(WAITING, "", self._gateway.now_ns())
+            return
         if not isinstance(problem, Broken | Closed | DeadlineExceeded):
             raise problem
         named = {"request": self.number, "attempt": self.attempt, "peer": node.name}
@@ -150,6 +157,17 @@ class Routed:
             raise problem
         self._gateway.flights.failed(problem, self._gateway.now_ns(), number=self.number, node=node.name)
         self._flight.enters(WAITING, "", self._gateway.now_ns())
+
+    def _is_too_long(self, problem: Exception, node: FleetNode) -> bool:
+        """For this node, and not for another one that can be asked."""
+        if not isinstance(problem, RequestError) or problem.code != TOO_LONG:
+            return False
+        self._too_short = max(self._too_short, node.longest)
+        self._too_long = [problem]
+        return any(self._may_ask(other) for other in self._gateway.fleet.ready())
+
+    def _may_ask(self, node: FleetNode) -> bool:
+        return node.life not in self._failed and node.longest > self._too_short
 
     @property
     def _left_s(self) -> float:
@@ -170,7 +188,7 @@ class Routed:
                 ready = gateway.fleet.ready()
             if not ready:
                 raise next(reversed(self._failed.values()), None) or gateway.fleet.none_ready()
-            left = [node for node in ready if node.life not in self._failed]
+            left = [node for node in ready if self._may_ask(node)]
             free = [node for node in left if node.life not in self._full]
             if free:
                 if self._read is None:
@@ -179,7 +197,7 @@ class Routed:
                 self._ask(*gateway.choose(self, self._read, free))
                 return
             if not left:
-                raise next(reversed(self._failed.values()))
+                raise [*self._too_long, *self._failed.values()][-1]
             await self._wait()
         raise DeadlineExceeded("no node had taken the request within its deadline")
 

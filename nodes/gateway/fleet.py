@@ -141,7 +141,9 @@ class Fleet:
             return ONLY_PREFILLS
         model = str(status.get("model", ""))
         self._model = self._model or model
-        return "" if model == self._model else f"it serves {model!r}, others here {self._model!r}"
+        if model == self._model:
+            return ""
+        return f"it serves {model!r}, this gateway {self._model!r}, the first it saw: start it again for another one"
 
     def _discover(self, peers: Sequence[dict[str, Any]]) -> None:
         for peer in peers:

@@ -13,6 +13,7 @@ from pdbus.bus.generation import Generation
 from pdbus.bus.ports import parse_address
 from pdbus.bus.station import Station
 
+from .readable import unreadable
 from .routing import NodeView, prompt_rates
 
 GREET_S = 2.0  # for a node to answer hello; nobody waits for this one, and a node that starts is found the sooner
@@ -60,6 +61,11 @@ class FleetNode:
     @property
     def role(self) -> str:
         return str(self.status.get("role", "")) or self._role
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer that fit there."""
+        return int(self.status.get("max_model_len", 0))
 
     @property
     def may_decode(self) -> bool:
@@ -110,8 +116,12 @@ class FleetNode:
         except PdError as e:
             self._is(str(e))
         else:
-            self.name, self.incarnation, self.status = node.name, node.incarnation, status
+            self.name, self.incarnation = node.name, node.incarnation
             self.answered_s = asyncio.get_running_loop().time()
+            if field := unreadable(status):
+                self._is(f"its status has {field} in a form that is not known here")
+                return
+            self.status = status
             self._others = max(0, int(status.get("metrics", {}).get("requests", 0)) - len(self._open))
             self._is(self._unfit(status))
 

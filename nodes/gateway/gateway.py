@@ -146,7 +146,7 @@ class Gateway:
     async def status(self) -> dict[str, Any]:
         """Like a node's; `nodes` are those that it knows."""
         ready = self.fleet.ready()
-        lengths = [int(node.status.get("max_model_len", 0)) for node in ready]
+        lengths = [node.longest for node in ready]
         return {
             "name": self._station.name,
             "incarnation": self._station.incarnation.hex(),

@@ -7,6 +7,7 @@ replaces all that was known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 SNAPSHOT, BLOCKS = "snapshot", "blocks"
@@ -21,11 +22,12 @@ class PrefixIndex:
 
     def apply(self, event: str, data: dict[str, Any]) -> None:
         """One event of `kv@NODE`. What is not understood changes nothing."""
-        if event == SNAPSHOT:
-            self._hashes = {bytes.fromhex(text) for text in data.get("hashes", ())}
-        elif event == BLOCKS:
-            for change in data.get("events", ()):
-                self._change(change)
+        with suppress(TypeError, ValueError):  # of another form: the node may be of another version
+            if event == SNAPSHOT:
+                self._hashes = {bytes.fromhex(text) for text in data.get("hashes", ())}
+            elif event == BLOCKS:
+                for change in data.get("events", ()):
+                    self._change(change)
 
     def clear(self) -> None:
         """Nothing is known of it any more."""

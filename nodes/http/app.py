@@ -53,10 +53,7 @@ class Node:
     async def check_model(self, asked: str) -> str:
         """The served model's id. Raises RequestError when another one is asked for."""
         if not self._model:
-            status = await self.status()
-            self._model = str(status.get("model", ""))
-            if not self._model:
-                raise Broken("; ".join(status.get("not_ready") or ["the node does not know its model yet"]))
+            self._model = _model_of(await self.status())
         if asked and asked != self._model:
             problem = f"model: {asked!r:.200} is not served here, {self._model!r} is"
             raise RequestError(problem, param="model", code="model_not_found", status=404)
@@ -76,7 +73,7 @@ class Node:
     async def _described(self) -> dict[str, Any]:
         status = await self.status()
         return {
-            "id": status.get("model", ""),
+            "id": _model_of(status),
             "object": "model",
             "created": self._created_s,
             "owned_by": "pdbus",
@@ -111,6 +108,14 @@ class Node:
             raise Broken("the node does not know its name yet")
         said = {key: str(status.get(key, "")) for key in ("name", "incarnation", "role", "address", "model")}
         return JSON(Info(**said, http=self._http))
+
+
+def _model_of(status: dict[str, Any]) -> str:
+    """Raises Broken where none is known: a gateway without nodes has none."""
+    model = str(status.get("model", ""))
+    if not model:
+        raise Broken("; ".join(status.get("not_ready") or ["the node does not know its model yet"]))
+    return model
 
 
 def create_app(

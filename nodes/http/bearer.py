@@ -17,6 +17,7 @@ from .errors import on_pd_error
 from .keys import HttpKeys, Owner
 from .quotas import Quota, RateLimited
 
+OPERATE = ("/add_remote_prefill_eps", "/remove_remote_prefill_eps")  # who says what computes prompts reads them
 OPEN = ("/health", "/health/live", "/health/ready", "/pd/info")  # probes, and what another node asks before it calls
 
 
@@ -36,6 +37,10 @@ class Bearer:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         owner = self._keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+        if owner is not None and scope["method"] == "POST" and scope["path"] in OPERATE and not owner.operates:
+            problem = f"the key of {owner.name} may not change which nodes are used: that takes an operator's"
+            await _refuse(RequestError(problem, code="forbidden", status=403), scope, receive, send)
+            return
         if owner is not None:
             await self._within_limits(owner, scope, receive, send)
             return

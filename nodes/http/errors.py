@@ -86,18 +86,20 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: an unknown path, a method that the path does not have."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    message, code = f"{error.detail}: {request.method} {request.url.path}", "invalid_request"
+    path = request.scope["path"]  # its URL would be made of the Host header, too
+    message, code = f"{error.detail}: {request.method} {path}", "invalid_request"
     if error.status_code == 404:
-        message, code = f"there is no {request.url.path} here", "not_found"
+        message, code = f"there is no {path} here", "not_found"
     elif error.status_code == 405:
         takes = ", ".join(sorted(headers.get("Allow", "").split(", ")))  # Starlette's own order is any
-        message, code = f"{request.url.path} takes {takes}, not {request.method}", "method_not_allowed"
+        message, code = f"{path} takes {takes}, not {request.method}", "method_not_allowed"
     return JSON(_object(message, "invalid_request_error", code), error.status_code, headers)
 
 
 async def on_bug(_: Request, error: Exception) -> Response:
     """A bug of ours: the traceback goes to the log, not to the client."""
-    return JSON(_object(f"internal error: {type(error).__name__}", "internal_error", "internal_error"), 500)
+    said = _object(f"internal error: {type(error).__name__}", "internal_error", "internal_error")
+    return JSON(said, 500, {"connection": "close"})  # uvicorn will
 
 
 async def on_gone(_: Request, __: Exception) -> Response:

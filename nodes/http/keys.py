@@ -1,4 +1,4 @@
-"""The file of bearer keys: a line `NAME KEY [at-once=N] [per-minute=N]` each. Light: control checks it too."""
+"""The file of bearer keys: lines of `NAME KEY [operator] [at-once=N] [per-minute=N]`. Light: control checks it too."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .quotas import Limits, limits_of
 
 KEY_CHARS_MIN, KEY_CHARS_MAX = 16, 256  # a shorter one could be guessed
 LOOK_S = 1.0  # how often the file is looked at
+OPERATOR = "operator"
 
 log = logging.getLogger("pdbus.http")
 
@@ -25,11 +26,12 @@ class Owner(NamedTuple):
 
     name: str
     limits: Limits = Limits()
+    operates: bool = False  # may say which prefill nodes are used
 
 
 class HttpKeys:
     """Raises ConfigError naming `setting` for a file that will not do. Read again when it changes; where it cannot be,
-    the last one stays in force."""
+    the last one stays in force, and it is tried again: what is wrong may be mended without a change of the text."""
 
     def __init__(self, path: str, *, setting: str = "--http-keys") -> None:
         self._path = path
@@ -37,6 +39,7 @@ class HttpKeys:
         self._looked_s = time.monotonic()
         self._stamp = self._now()
         self._owners = self._read()
+        self._trouble = ""  # why it cannot be read now, as it was logged
 
     def owner_of(self, key: str) -> Owner | None:
         """None for nobody's. Digests are compared, so that its time tells nothing of a key."""
@@ -48,19 +51,24 @@ class HttpKeys:
         if now - self._looked_s < LOOK_S:
             return
         self._looked_s = now
-        if (stamp := self._now()) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._owners = self._read()
-            except ConfigError as e:
+        stamp = self._now()
+        if stamp == self._stamp:
+            return
+        try:
+            self._owners = self._read()
+        except ConfigError as e:
+            if self._trouble != str(e):
+                self._trouble = str(e)
                 log.error("the keys stay as they were: %s", e)
+            return
+        self._stamp, self._trouble = stamp, ""
 
-    def _now(self) -> tuple[int, int]:
+    def _now(self) -> tuple[int, int, int]:
         try:
             found = os.stat(self._path)
         except OSError:
-            return (0, 0)
-        return (found.st_mtime_ns, found.st_ino)
+            return (0, 0, 0)
+        return (found.st_mtime_ns, found.st_size, found.st_ino)
 
     def _read(self) -> dict[bytes, Owner]:
         check_private(self._path, self._setting)
@@ -70,17 +78,26 @@ class HttpKeys:
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            where = f"{self._path}, line {number}"
-            if len(words) < 2 or not NAME.fullmatch(words[0]):
-                raise ConfigError(self._setting, f"{where}: must be NAME KEY, and limits")
-            if not KEY_CHARS_MIN <= len(words[1]) <= KEY_CHARS_MAX:
-                problem = f"the key of {words[0]} must have {KEY_CHARS_MIN} to {KEY_CHARS_MAX} characters"
-                raise ConfigError(self._setting, f"{where}: {problem}")
             try:
-                owners[_digest(words[1])] = Owner(words[0], limits_of(words[2:]))
+                owner = _owner(words)
+                if other := owners.get(_digest(words[1])):
+                    raise ValueError(f"{other.name} and {owner.name} have one key: every line needs its own")
             except ValueError as e:
-                raise ConfigError(self._setting, f"{where}: {e}") from None
+                raise ConfigError(self._setting, f"{self._path}, line {number}: {e}") from None
+            owners[_digest(words[1])] = owner
         return owners
+
+
+def _owner(words: list[str]) -> Owner:
+    """Of one line. Raises ValueError saying what is wrong, without the key."""
+    if len(words) < 2 or not NAME.fullmatch(words[0]):
+        raise ValueError("must be NAME KEY, and limits")
+    name, key, *more = words
+    if not KEY_CHARS_MIN <= len(key) <= KEY_CHARS_MAX:
+        raise ValueError(f"the key of {name} must have {KEY_CHARS_MIN} to {KEY_CHARS_MAX} characters")
+    if not key.isascii():
+        raise ValueError(f"the key of {name} must be plain ASCII, as headers are")
+    return Owner(name, limits_of([word for word in more if word != OPERATOR]), OPERATOR in more)
 
 
 def _digest(key: str) -> bytes:

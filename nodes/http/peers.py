@@ -82,7 +82,10 @@ class PrefillEndpoints:
         return await self._carry_out(request, self._find_to_remove)
 
     async def _carry_out(self, request: Request, find: Callable[[str], Awaitable[Asking]]) -> Response:
-        """Finding out who is meant may take seconds: what is asked meanwhile waits, so that the last word holds."""
+        """Finding out who is meant may take seconds: what is asked meanwhile waits, so that the last word holds. No web
+        page may say who reads prompts, and browsers send to 127.0.0.1 what any page asks."""
+        if "origin" in request.headers:
+            raise RequestError("this is not for web pages: it came with an Origin header", code="forbidden", status=403)
         endpoints = await _read(request)
         async with self._turn:
             found = await asyncio.gather(*(find(endpoint) for endpoint in endpoints))

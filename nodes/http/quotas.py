@@ -36,7 +36,7 @@ def limits_of(words: list[str]) -> Limits:
     for word in words:
         name, _, number = word.partition("=")
         if name not in WORDS:
-            raise ValueError(f"must be {', '.join(f'{known}=N' for known in WORDS)} after the key")
+            raise ValueError(f"must be operator, {', '.join(f'{known}=N' for known in WORDS)} after the key")
         if not (number.isascii() and number.isdigit() and 1 <= int(number[:10]) <= LIMIT_MAX):
             raise ValueError(f"{name} must be a number from 1 to {LIMIT_MAX}")
         if WORDS[name] in found:

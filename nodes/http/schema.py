@@ -36,6 +36,7 @@ from .tools import Tools, tools_of
 UNTIL_FULL = 2**31 - 1  # Sampling.max_tokens: until the context is full; what chat asks when nobody says
 SEED_OF_ZERO = SEED_MAX  # Sampling.seed 0 lets the node draw one, but a client that sends 0 wants 0 each time
 CHOICES_MAX = 128  # OpenAI's; each is a request of its own at the node
+DIGITS_MAX = 20  # of a token id that is written as text
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Inclusive, in the field's own unit.
@@ -296,13 +297,13 @@ def _biases(biases: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     """OpenAI's form: token ids as text, each with what is added to its logit."""
     found = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= DIGITS_MAX):
             raise RequestError(f"logit_bias: keys must be token ids, got {key!r:.40}", param="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise RequestError(f"logit_bias: {key} must have a number, got {bias!r:.40}", param="logit_bias")
-        found.append((int(key), float(bias)))
+        found.append((int(key), bias))
     check_bias(tuple(found))
-    return tuple(found)
+    return tuple((token, float(bias)) for token, bias in found)
 
 
 def _schema(wanted: dict[str, Any] | None) -> str:

@@ -249,11 +249,14 @@ def _called(inside: str) -> tuple[str, str] | None:
 
 
 def _of_object(value: Any) -> tuple[str, str] | None:
+    """Raises ValueError for what no JSON can say."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return None
     arguments = value.get("arguments", {})
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{said}".encode()  # json.loads takes half of a surrogate pair, which no answer can carry
+    return name, said
 
 
 def _overlap(text: str) -> int:

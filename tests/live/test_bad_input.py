@@ -263,6 +263,36 @@ def said_to(node: NodeProcess, sent: list[bytes], timeout_ms: int = 10_000) -> b
         return dealer.recv()
 
 
+LONG_NAME = wire.Header(from_="n" * 257, from_inc=b"s" * 16)
+LONG_LIFE = wire.Header(from_="n", from_inc=b"s" * 4000)
+ESCAPED = "\0" * 5_000_000  # four times as long where it is quoted
+ECHOES: list[tuple[list[bytes], str]] = [
+    ([first_frame(b"pd1.status", wire.encode(LONG_NAME), wire.pack_foreign({}))], "header.from"),
+    ([first_frame(b"pd1.status", wire.encode(LONG_LIFE), wire.pack_foreign({}))], "header.from_inc"),
+    (frames(b"pd1.generate", {"client_id": "i" * 257, "text": "hi"}), "client_id"),
+    (frames(b"pd1.cancel", {"client_id": "i" * (wire.FRAME_BYTES_MAX - 200)}), "client_id"),
+    (frames(b"pd1.generate", {"client_id": "i", "text": "hi", "model": ESCAPED}), "model"),
+    (frames(b"pd1.generate", {"client_id": "i", "messages": [{"role": ESCAPED, "content": "hi"}]}), "messages"),
+    (frames(b"pd1.events.snapshot", {"topic": ESCAPED}), "topic"),
+    (frames(b"pd1.connect", {"addresses": [ESCAPED]}), ""),
+    (frames(b"pd1.connect", {"addresses": ["tcp://127.0.0.1:9"] * 1025}), "addresses"),
+    (frames(b"pd1.disconnect", {"targets": ["p"] * 1_000_000}), "targets"),
+]
+
+
+@pytest.mark.parametrize(("sent", "field"), ECHOES, ids=[f"{i} {field}" for i, (_, field) in enumerate(ECHOES)])
+def test_what_an_answer_would_echo_is_not_what_ends_a_node(d: NodeProcess, sent: list[bytes], field: str) -> None:
+    """Its answer would be larger than the bus takes, which is no mistake of the node's own."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(d.address)
+        dealer.send_multipart(sent)
+        assert dealer.poll(10_000)
+        kind, _, body = parts(dealer.recv())
+    assert kind == b"pd1.error" and len(body) < 10_000
+    assert wire.unpack_foreign(body)["field"] == field
+
+
 def test_a_message_over_the_limit_ends_its_connection(d: NodeProcess) -> None:
     """ZeroMQ cuts it before it is in memory: one stranger's frame could be all of it."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

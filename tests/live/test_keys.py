@@ -12,14 +12,16 @@ import pytest
 from zmq.utils import z85
 
 from pdbus.bus.client import Client, Generation
+from pdbus.bus.endpoint import Endpoint
 from pdbus.bus.errors import Broken, RequestError
 from pdbus.bus.keys import Key
+from pdbus.bus.messages import Cancel, Cancelled, Credit
 from pdbus.nodes.cluster import Cluster, http_ok
 from pdbus.nodes.node_process import NodeProcess, descendants
 
 from .conftest import answer
 from .gateway_process import gateway_of
-from tests.key_folders import key_folder
+from tests.key_folders import key_folder, keyring
 
 pytestmark = pytest.mark.live
 
@@ -216,6 +218,31 @@ def test_what_a_revoked_client_had_running_ends(keyed: Keyed, tmp_path: Path) ->
             assert len(generation.tokens) < LONG_TOKENS
 
     keyed.runner.run(revoke())
+
+
+def test_no_client_speaks_for_anothers_request(keyed: Keyed) -> None:
+    """What names one stands in the status, which every client may read."""
+
+    async def pose() -> None:
+        decode = keyed.cluster.decode[0]
+        async with keyed.client(decode) as alice, keyed.client(decode, "ops") as ops:
+            generation = alice.generate(PROMPT, max_tokens=300, ignore_eos=True)
+            await anext(generation)
+            [row] = (await ops.status())["requests"]
+            incarnation, _, client_id = row["client"].partition(":")
+            own = keyring(keyed.folder, "ops")
+            poser = Endpoint("poser", bytes.fromhex(incarnation), lambda received: None, keyring=own)
+            try:
+                link = poser.connect(decode.address)
+                for message in (Cancel(client_id=client_id), Credit(client_id=client_id, index=1 << 30)):
+                    with pytest.raises(RequestError, match="asked with another key"):
+                        await poser.request(link, message, Cancelled, 10)
+            finally:
+                poser.close()
+            await _read(generation)
+            assert generation.finished is not None and generation.finished.reason == "length"
+
+    keyed.runner.run(pose())
 
 
 async def _read(generation: Generation) -> None:

@@ -58,6 +58,11 @@ def test_what_is_not_understood_changes_nothing() -> None:
     index = PrefixIndex()
     index.apply("snapshot", {"hashes": ["ab" * 16]})
     for event, data in (
+        ("snapshot", {"hashes": [3]}),
+        ("snapshot", {"hashes": ["no hex"]}),
+        ("snapshot", {"hashes": 7}),
+        ("blocks", {"events": 7}),
+        ("blocks", {"events": [{"t": "BlockStored", "block_hash": []}]}),
         ("other", {}),
         ("blocks", {}),
         ("blocks", {"events": [{"t": "BlockMoved", "block_hash": b""}]}),

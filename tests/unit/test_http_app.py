@@ -602,6 +602,15 @@ def test_add_asks_the_endpoint_and_connects_to_its_bus_address() -> None:
     assert client.commands == [("connect", "tcp://127.0.0.1:7500")]
 
 
+@pytest.mark.parametrize("path", ["/add_remote_prefill_eps", "/remove_remote_prefill_eps"])
+def test_no_web_page_says_which_nodes_compute_prompts(path: str) -> None:
+    """A browser sends what any page asks of 127.0.0.1, as text and without asking first; with it, whose page it is."""
+    client, body = FakeClient(), b'{"endpoints": ["http://127.0.0.1:1"]}'
+    headers = {"Origin": "https://elsewhere.example", "Content-Type": "text/plain"}
+    response = call(client, "POST", path, content=body, headers=headers)
+    assert response.status_code == 403 and error(response)["code"] == "forbidden"
+
+
 def test_list_and_remove_by_endpoint() -> None:
     """The endpoint need not answer any more to be removed."""
     client = FakeClient()

@@ -86,11 +86,43 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(
     assert "the keys stay as they were" in caplog.text and KEY not in caplog.text and other not in caplog.text
 
 
+def test_a_file_is_tried_again_after_what_kept_it_from_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a key that was taken off it would work for ever: chmod does not change a file's time."""
+    monkeypatch.setattr(keys_module, "LOOK_S", 0.0)
+    file = file_of(tmp_path)
+    keys, other = HttpKeys(str(file)), "sk-fedcba9876543210"
+    file.write_text(f"bob {other}\n")
+    file.chmod(0o644)
+    assert keys.owner_of(KEY) and keys.owner_of(KEY)
+    assert caplog.text.count("others have access") == 1
+    file.chmod(0o600)
+    assert (keys.owner_of(KEY), keys.owner_of(other)) == (None, Owner("bob"))
+
+
+@pytest.mark.parametrize("path", ["/add_remote_prefill_eps", "/remove_remote_prefill_eps"])
+def test_which_nodes_compute_prompts_is_for_operators_to_say(tmp_path: Path, path: str) -> None:
+    """Whoever does reads everybody's prompts."""
+    operator = "sk-fedcba9876543210"
+    keys = HttpKeys(str(file_of(tmp_path, f"alice {KEY}\nops {operator} per-minute=9 operator\n")))
+    body = {"endpoints": ["http://127.0.0.1:1"]}
+    refused = ask(keys, "POST", path, {"Authorization": f"Bearer {KEY}"}, json=body)
+    assert refused.status_code == 403 and refused.headers["connection"] == "close"
+    assert refused.json()["error"]["code"] == "forbidden" and "alice" in refused.json()["error"]["message"]
+    assert ask(keys, "POST", path, {"Authorization": f"Bearer {operator}"}, json=body).status_code == 200
+
+
+def test_everyone_with_a_key_may_see_which_nodes_compute_prompts(tmp_path: Path) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert ask(HttpKeys(str(file_of(tmp_path))), "GET", "/add_remote_prefill_eps", headers).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("alice", "line 1: must be NAME KEY"),
-        (f"alice {KEY} {KEY}", "line 1: must be at-once=N, per-minute=N after the key"),
+        (f"alice {KEY} {KEY}", "line 1: must be operator, at-once=N, per-minute=N after the key"),
         (f"alice {KEY} at-once=0", "line 1: at-once must be a number from 1 to 1000000"),
         (f"alice {KEY} at-once=-1", "line 1: at-once must be"),
         (f"alice {KEY} per-minute=", "line 1: per-minute must be"),
@@ -98,6 +130,8 @@ def test_a_changed_file_is_read_again_and_a_bad_one_is_not(
         (f"alice {KEY} per-minute={9 * 10**30}", "line 1: per-minute must be"),
         (f"alice {KEY} per-minute=1 per-minute=2", "line 1: per-minute stands there twice"),
         ("alice short", "line 1: the key of alice must have 16 to 256 characters"),
+        (f"alice {'é' * 16}", "line 1: the key of alice must be plain ASCII"),
+        (f"alice {KEY} per-minute=1\nbob {KEY}", "line 2: alice and bob have one key"),
     ],
 )
 def test_a_file_that_will_not_do_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:

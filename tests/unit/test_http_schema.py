@@ -191,6 +191,8 @@ BAD_FIELDS = [
     ({"repetition_penalty": 0}, "repetition_penalty", "must be over 0"),
     ({"min_p": 1.5}, "min_p", "must be between 0 and 1"),
     ({"logit_bias": {"x": 2}}, "logit_bias", "keys must be token ids"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "keys must be token ids"),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias", "bias from -100 to 100"),
     ({"logit_bias": {"1": "2"}}, "logit_bias", "must have a number"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "bias from -100 to 100"),
     ({"logit_bias": {str(2**32): 1}}, "logit_bias", "is no token id"),

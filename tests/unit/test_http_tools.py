@@ -84,7 +84,10 @@ def test_text_before_calls_stays_and_white_space_around_them_goes() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "  ", "plain", "a < b", "<tool_cal", CALL[:-3], "<tool_call>no json</tool_call>", "<tool_call>[1]</tool_call>",
-     '<tool_call>{"name": 1}</tool_call>', "</tool_call>", "[" * 5000],
+     '<tool_call>{"name": 1}</tool_call>', "</tool_call>", "[" * 5000,
+     '<tool_call>{"name": "a\\ud800"}</tool_call>', '<tool_call>{"name": "a", "arguments": "\\ud800"}</tool_call>',
+     '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+     '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>'],
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str) -> None:
     choice = whole(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_a_list_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [file.name for file in folder.path.iterdir() if file.name.startswith(".")] == []
 
 
+def test_changes_at_the_same_time_all_count(tmp_path: Path) -> None:
+    """As when a script allows many at once."""
+    path = key_folder(tmp_path / "keys", {}).path
+    names = [f"n{i}" for i in range(16)]
+
+    def allow(name: str) -> None:
+        KeyFolder(path).allow(Key(name=name, role="client", public=name[1:].zfill(64)))
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(allow, names))
+    assert sorted(key.name for key in KeyFolder(path).allowed().keys) == sorted(names)
+
+
 @pytest.mark.parametrize("text", ["", "bob client nonsense", None], ids=["emptied", "no list", "gone"])
 def test_a_list_that_someone_is_writing_leaves_the_last_in_force(tmp_path: Path, text: str | None) -> None:
     """An editor empties a file, or takes it away, before it writes: that must not cut everyone off."""
@@ -115,6 +129,20 @@ def test_a_list_that_someone_is_writing_leaves_the_last_in_force(tmp_path: Path,
     file.unlink(missing_ok=True)
     folder.allow(Key(name="p1", role="prefill", public=folder.own("p1").public))
     assert [key.name for key in ring.reload()] == ["alice"] and not ring.is_allowed(folder.own("alice").public)
+
+
+def test_a_list_is_tried_again_after_what_kept_it_from_being_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else who was taken off it would stay in for ever: chmod does not change a file's time."""
+    folder = key_folder(tmp_path / "keys", {"p1": "prefill", "alice": "client"})
+    ring, file = keyring(folder, "p1"), folder.path / "allowed"
+    file.write_text(f"{folder.allowed().named('p1')[0]}\n")
+    file.chmod(0o644)
+    assert ring.reload() == () == ring.reload()
+    assert caplog.text.count("others have access") == 1
+    file.chmod(0o600)
+    assert [key.name for key in ring.reload()] == ["alice"]
 
 
 # ---------------------------------------------------------------- pd keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from pdbus.nodes.logs import BURST, WINDOW_S, JsonLines, Repeats, TextLines
+from pdbus.nodes.logs import BURST, CHARS_MAX, WINDOW_S, JsonLines, Repeats, TextLines
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:
@@ -18,6 +18,15 @@ def test_a_line_for_people_ends_with_its_fields() -> None:
     said = TextLines("p1").format(record("attempt failed: %s", "no_room", request="4f", attempt=2, peer="p2"))
     assert said.partition(" ")[2] == "p1 attempt failed: no_room (request=4f attempt=2 peer=p2)"
     assert TextLines("p%d").format(record("drained")).endswith("p%d drained")
+
+
+def test_what_others_say_begins_no_line_and_fills_no_disk() -> None:
+    """A node's goodbye, say, holds whatever it likes."""
+    bye = "bye\n12:00:00 p1 is ready\x1b[2J\u2028"
+    said = TextLines("p1").format(record("is gone: %s", bye, peer="p\n2"))
+    assert said.isprintable() and said.endswith(r"is gone: bye\n12:00:00 p1 is ready\x1b[2J\u2028 (peer=p\n2)")
+    for lines in (TextLines("p1"), JsonLines("p1")):
+        assert len(lines.format(record("is gone: %s", "x" * 10**6))) < CHARS_MAX + 300
 
 
 def test_a_line_of_json_holds_everything_and_stays_one_line() -> None:

@@ -58,6 +58,16 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     assert recording.truncated == "" and recording.lost == 0
 
 
+def test_nobody_else_on_the_machine_reads_a_recording(tmp_path: Path) -> None:
+    """With --record-tokens prompts and answers stand in it."""
+    before = os.umask(0)
+    try:
+        path = record_to(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_recording_is_an_mcap_file_of_msgpack(tmp_path: Path) -> None:
     """Any reader of MCAP opens it; messages have a price each, so many records share one."""
     with record_to(tmp_path, 600).open("rb") as file:

@@ -144,12 +144,26 @@ def test_what_is_wrong_with_a_request_the_decode_server_says() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_what_is_no_json_object_goes_to_nobody(body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "one JSON object"),
+        (b"{", "one JSON object"),
+        (b"[]", "expected an object"),
+        (b'{"a": "\xff"}', "one JSON object"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"temperature": NaN}', "temperature: NaN and infinity are no JSON numbers"),
+        (b'{"top_p": 1e999}', "out of range"),
+        (b'{"prompt": "\\ud800"}', "prompt: half of a surrogate pair is no text"),
+    ],
+)
+def test_what_is_no_json_object_goes_to_nobody(body: bytes, problem: str) -> None:
+    """Nor what could not be written as JSON again."""
+
     async def test(stack: AsyncExitStack) -> None:
         p, d = [await stack.enter_async_context(FakeVllm()) for _ in range(2)]
         answer = await (await front(stack, [url(p)], [url(d)])).post("/v1/completions", content=body)
-        assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
         assert not p.asked and not d.asked
 
     run(test)
@@ -265,5 +279,18 @@ def test_what_needs_no_prefill_is_passed_on() -> None:
         assert (await client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
         assert (await client.get("/health/ready")).json() == {"status": "ready"}
         assert not p.asked
+
+    run(test)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/completions")])
+def test_the_host_header_leads_to_no_other_path(method: str, path: str) -> None:
+    """A URL that is made of it would: these servers have paths that stop and change them."""
+
+    async def test(stack: AsyncExitStack) -> None:
+        p, d = [await stack.enter_async_context(FakeVllm()) for _ in range(2)]
+        client = await front(stack, [url(p)], [url(d)])
+        answer = await client.request(method, path, json=ASKED, headers={"host": "x/sleep?"})
+        assert answer.status_code == 200  # there is no /sleep
 
     run(test)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,25 @@ async def test_a_node_of_another_model_is_not_used() -> None:
         assert nodes["status"] == "ready"
         (model,) = [node.status["model"] for node in gated.gateway.fleet.ready()]
         assert model == gated.gateway.fleet.model
+        (why,) = [node.why for node in gated.gateway.fleet.nodes.values() if not node.ready]
+        assert "the first it saw: start it again for another one" in why
+
+
+@on_loop
+async def test_a_node_that_says_odd_things_of_itself_ends_nobody_but_itself() -> None:
+    odd = [
+        {"metrics": {"requests": "many"}}, {"metrics": None}, {"metrics": {"requests_waiting": math.nan}},
+        {"peers": [3]}, {"peers": [{"name": []}]}, {"peers": [{"state": "up", "prefill_tokens_per_s": "fast"}]},
+        {"block_size": 0}, {"block_size": None}, {"max_model_len": "long"}, {"not_ready": 3, "ready": False},
+    ]  # fmt: skip
+    nodes = [decode_node("d0", HELLO), *(decode_node(f"odd{i}", HELLO, **says) for i, says in enumerate(odd))]
+    async with gate(nodes, ready=1, policy="cost") as gated:
+        fleet = gated.gateway.fleet
+        await until(lambda: all("its status has" in node.why for node in fleet.nodes.values() if not node.ready))
+        assert (await gated.post()).status_code == 200 and not fleet.failed.done()
+        assert (await gated.web.get("/metrics")).status_code == 200
+        why = sorted(node.why for node in fleet.nodes.values() if not node.ready)
+        assert why[0] == "odd0: its status has metrics.requests in a form that is not known here"
 
 
 # ---------------------------------------------------------------- failure before and after the first token
@@ -144,6 +164,29 @@ async def test_what_the_client_asked_wrongly_is_not_tried_elsewhere() -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "max_tokens"
         assert sum(map(asked, nodes)) == 1
+
+
+TOO_LONG = RequestError("the prompt has 99 tokens", param="prompt", code="context_length_exceeded")
+
+
+@on_loop
+async def test_a_prompt_that_does_not_fit_is_asked_where_more_fits() -> None:
+    """/v1/models tells the most that any node takes."""
+    small = [decode_node(f"d{i}", refuses(TOO_LONG), max_model_len=64) for i in (1, 2)]
+    large = decode_node("d3", HELLO)
+    async with gate([*small, large]) as gated:
+        assert [(await gated.post()).status_code for _ in range(3)] == [200, 200, 200]
+        assert asked(large) == 3 and sum(map(asked, small)) == 2
+        assert gated.gateway.counters["retries"] == 0
+
+
+@on_loop
+async def test_where_the_largest_has_gone_the_prompt_is_too_long() -> None:
+    small, large = decode_node("d1", refuses(TOO_LONG), max_model_len=64), decode_node("d2", refuses(TOO_LONG))
+    async with gate([small, large]) as gated:
+        for _ in range(2):
+            answer = await gated.post()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @on_loop
@@ -240,6 +283,8 @@ async def test_without_a_ready_node_the_answer_says_why() -> None:
         message = answer.json()["error"]["message"]
         assert message == "no decode node is ready: d1: the worker is not up"
         assert (await gated.web.get("/health/ready")).status_code == 503
+        models = await gated.web.get("/v1/models")
+        assert (models.status_code, models.json()["error"]["message"]) == (503, message)
 
 
 @on_loop

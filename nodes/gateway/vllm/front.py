@@ -21,7 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from pdbus.bus.errors import Broken, RequestError
+from pdbus.bus import wire
+from pdbus.bus.errors import Broken
 from pdbus.nodes.http.bearer import Bearer
 from pdbus.nodes.http.body import check_keys
 from pdbus.nodes.http.errors import HANDLERS, JSON, error_object
@@ -64,7 +65,7 @@ class Front:
         """A completion or a chat completion, from both."""
         body = _parsed(await read_body(request))
         headers = self._headers(request)
-        answering = asyncio.ensure_future(self._begin(request.url.path, body, headers))
+        answering = asyncio.ensure_future(self._begin(request.scope["path"], body, headers))
         left = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((answering, left), return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +83,7 @@ class Front:
         tried: set[Server] = set()
         while (decoder := self._decoders.next(time.monotonic_ns(), tried)) is not None:
             tried.add(decoder)
-            url = httpx.URL(decoder.url + request.url.path, query=request.url.query.encode())
+            url = httpx.URL(decoder.url + request.scope["path"], query=request.scope["query_string"])
             try:
                 answer = await self._http.request(request.method, url, content=content, headers=self._headers(request))
             except httpx.HTTPError as e:
@@ -209,12 +210,7 @@ def client() -> httpx.AsyncClient:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     """Raises RequestError for what is no JSON object; what is in it is the servers' to judge."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"the body is no JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise RequestError("the body must be a JSON object")
+    found = wire.plain_json(body)
     check_keys(body)
     return found
 
