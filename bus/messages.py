@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .wire import Declared
+from .wire import Declared, Id, Names, Reason, Word
 
 
 class Message(Declared):
@@ -23,17 +23,17 @@ class Message(Declared):
 class TryId(Declared):
     """One decode node's try at one prefill node for one request. One try has one lease, ever."""
 
-    node: str
-    incarnation: bytes
-    request: bytes  # 128 bits, minted by the decode node, unique over all its lives
+    node: Word
+    incarnation: Id
+    request: Id  # 128 bits, minted by the decode node, unique over all its lives
     attempt: int  # counts from 1
 
 
 class LeaseId(Declared):
     """One prefill node's promise to keep blocks. `generation` is one counter per incarnation, never reused."""
 
-    node: str
-    incarnation: bytes
+    node: Word
+    incarnation: Id
     epoch: int
     generation: int
 
@@ -41,16 +41,16 @@ class LeaseId(Declared):
 class Geometry(Declared):
     """The shape of a model's KV cache on a node, from which follows whether another node can read it."""
 
-    layout: str = "native"  # order of dimensions: native (block outermost), NHD, HND
+    layout: Word = "native"  # order of dimensions: native (block outermost), NHD, HND
     layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     kv_parts: int = 2  # K and V; 1 for a latent
     block_size: int = 16  # tokens
-    dtype: str = "float32"
+    dtype: Word = "float32"
     block_bytes: int = 0  # of the whole model
     tp: int = 1  # ranks that share the KV heads; more ranks than heads hold copies
-    layer_names: tuple[str, ...] = ()  # (): "0", "1", ...
+    layer_names: Names = ()  # (): "0", "1", ...
     pp: int = 1  # stages that share the layers, of `tp` ranks each
 
     @property
@@ -116,25 +116,25 @@ class TokenLogprob(Declared):
 
 
 class Member(Declared):
-    name: str
-    address: str
-    role: str = ""
-    public_key: str = ""
+    name: Word
+    address: Word
+    role: Word = ""
+    public_key: Word = ""
 
 
 class Hello(Message):
     """First on every connection. The receiver compares field by field and answers welcome or refused."""
 
     KIND = "hello"
-    role: str  # prefill, decode, both, gateway, tool
-    address: str = ""  # advertised bus address; empty for those that cannot be called back
-    http: str = ""
-    events: str = ""
-    version: str = ""
+    role: Word  # prefill, decode, both, gateway, tool
+    address: Word = ""  # advertised bus address; empty for those that cannot be called back
+    http: Word = ""
+    events: Word = ""
+    version: Word = ""
     epoch: int = 0
     geometry: Geometry | None = None  # None for tools and clients
-    fingerprint: str = ""  # weights
-    model: str = ""
+    fingerprint: Word = ""  # weights
+    model: Word = ""
     max_model_len: int = 0
     deterministic: bool = False
 
@@ -183,7 +183,7 @@ class Heartbeat(Message):
 
 class Goodbye(Message):
     KIND = "goodbye"
-    reason: str = ""
+    reason: Reason = ""
 
 
 class Drain(Message):

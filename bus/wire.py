@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, Union, dataclass_transform
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform
 
 import msgspec
 
@@ -22,6 +22,12 @@ from .errors import RemoteProtocolError, RequestError
 PREFIX = b"pd1."  # with the major version
 FRAME_BYTES_MAX = 16 << 20  # largest control message; ZeroMQ itself drops a peer that exceeds it (MAXMSGSIZE)
 FRAMES_MAX = 16
+
+# What a node keeps of others and passes on, in its status for one: together it must fit a message.
+Word = Annotated[str, msgspec.Meta(max_length=1024)]  # names, addresses
+Id = Annotated[bytes, msgspec.Meta(max_length=64)]
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+Names = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=1024)]
 
 T = TypeVar("T", bound="Declared")
 Raw = msgspec.Raw  # the type of a field that decoding leaves encoded: `bytes(raw)`

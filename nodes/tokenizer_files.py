@@ -18,10 +18,14 @@ PARTS_MAX = 64  # 256 MiB; the largest known are some 30 MB
 
 
 def tokenizer_part(folder: str, vocab_size: int, part: int) -> FetchTokenizerReply:
-    """One part of the tokenizer of a model's folder; '' is the byte tokenizer's. Raises RequestError (`part`)."""
+    """One part of the tokenizer of a model's folder; '' is the byte tokenizer's. Raises RequestError (`part`); Broken
+    where the folder cannot be read any more."""
     if not folder:
         return FetchTokenizerReply(tokenizer="bytes", vocab_size=vocab_size)
-    found = {name: (Path(folder) / name).read_bytes() for name in FILES if (Path(folder) / name).is_file()}
+    try:
+        found = {name: (Path(folder) / name).read_bytes() for name in FILES if (Path(folder) / name).is_file()}
+    except OSError as e:
+        raise Broken(f"its tokenizer cannot be read: {e.strerror}") from None
     packed = pack_foreign(found)
     parts = -(-len(packed) // PART_BYTES)
     if not 0 <= part < parts:

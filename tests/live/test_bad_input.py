@@ -269,6 +269,9 @@ ESCAPED = "\0" * 5_000_000  # four times as long where it is quoted
 ECHOES: list[tuple[list[bytes], str]] = [
     ([first_frame(b"pd1.status", wire.encode(LONG_NAME), wire.pack_foreign({}))], "header.from"),
     ([first_frame(b"pd1.status", wire.encode(LONG_LIFE), wire.pack_foreign({}))], "header.from_inc"),
+    (frames(b"pd1.hello", {"role": ESCAPED, "geometry": {}}), "role"),
+    (frames(b"pd1.hello", {"role": "decode", "geometry": {"layer_names": ["x"] * 1025}}), "geometry.layer_names"),
+    (frames(b"pd1.goodbye", {"reason": ESCAPED}), "reason"),
     (frames(b"pd1.generate", {"client_id": "i" * 257, "text": "hi"}), "client_id"),
     (frames(b"pd1.cancel", {"client_id": "i" * (wire.FRAME_BYTES_MAX - 200)}), "client_id"),
     (frames(b"pd1.generate", {"client_id": "i", "text": "hi", "model": ESCAPED}), "model"),

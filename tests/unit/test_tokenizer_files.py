@@ -68,3 +68,15 @@ def test_what_is_not_whole_or_not_known_is_not_used(folder: Path, spoil: dict[st
 def test_a_part_that_there_is_not_is_named(folder: Path) -> None:
     with pytest.raises(RequestError, match="part: there are 1 from 0, got 7"):
         files.tokenizer_part(str(folder), 256, 7)
+
+
+def test_a_folder_that_cannot_be_read_any_more_is_the_asker_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the end of the node, which has read it long ago."""
+
+    def gone(_: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    with pytest.raises(Broken, match="cannot be read: Too many open files"):
+        files.tokenizer_part("/a/model", 256, 0)
