@@ -24,6 +24,7 @@ from .extras import EXTRAS, lacks
 from .gateway.routing import DEFAULT_POLICY
 from .keys_cli import keys
 from .options import AsJson, ConfigFile, Keys, group, takes_settings
+from .printable import printable
 from .replay.cli import replay
 
 EXIT_FAILED = 1
@@ -343,5 +344,5 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 def _complain(program: str, error: Exception, code: int) -> int:
     message = error.format_message() if isinstance(error, UsageError) else str(error)  # type: ignore[attr-defined]
     if message:  # none after a group's help
-        print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

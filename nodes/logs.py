@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from .printable import printable
+
 FORMS = ("text", "json")
 FIELDS = ("request", "attempt", "peer")  # of a line, beside its text, where it has them
 BURST = 20  # lines of one kind in a window: enough to see what goes on, whatever fails how often
@@ -81,9 +83,7 @@ class Repeats(logging.Filter):
 
 
 def _in_one_line(text: str) -> str:
-    """Whoever is quoted begins no line of his own, and sets no colours."""
-    text = _cut(text.rstrip("\n"))
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(_cut(text.rstrip("\n")))
 
 
 def _cut(text: str) -> str:

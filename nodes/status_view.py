@@ -16,6 +16,7 @@ from pdbus.bus.client import Client
 from pdbus.bus.keyring import client_keyring
 from pdbus.bus.messages import Outcome
 
+from .printable import printable
 from .tables import output, pairs, print_json, table
 
 WATCH_S = 1.0
@@ -90,9 +91,10 @@ def status_view(said: Status) -> RenderableType:
 def _headline(said: Status) -> Text:
     ready = Text("ready", style="green")
     if not said.get("ready"):
-        ready = Text("not ready: " + "; ".join(said.get("not_ready") or ["it does not say why"]), style="red")
-    name = (str(said.get("name", "?")), "bold")
-    return Text.assemble(name, f" ({said.get('role', '?')}) ", ready)
+        why = "; ".join(said.get("not_ready") or ["it does not say why"])
+        ready = Text(f"not ready: {printable(why)}", style="red")
+    name = (printable(str(said.get("name", "?"))), "bold")
+    return Text.assemble(name, printable(f" ({said.get('role', '?')}) "), ready)
 
 
 def _facts(said: Status) -> dict[str, Any]:
@@ -147,7 +149,7 @@ async def _disconnect(node: str, members: Sequence[str], keys: str) -> int:
 def _told(outcomes: Sequence[Outcome], done: str) -> int:
     for outcome in outcomes:
         said = f"[green]{done}[/green]" if outcome.ok else f"[red]not {done}[/red]"
-        output().print(f"{escape(outcome.target)}  {said}  {escape(outcome.detail)}".rstrip())
+        output().print(f"{escape(outcome.target)}  {said}  {escape(printable(outcome.detail))}".rstrip())
     return int(not all(outcome.ok for outcome in outcomes))
 
 

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from pdbus.bus import wire
 
+from .printable import printable
+
 Row = Mapping[str, Any]
 
 PIPE_COLUMNS = 200  # where no terminal says how wide it is: a line stays a line for grep
@@ -79,7 +81,7 @@ def show(value: Any, name: str = "") -> str:
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
-    return str(value)
+    return printable(str(value))
 
 
 def size(count: float) -> str:

@@ -25,6 +25,15 @@ def test_a_column_that_is_empty_in_all_rows_is_left_out() -> None:
     assert row.split() == ["prefill-1", "prefill", "no", "tcp://127.0.0.1:7400"]
 
 
+def test_what_other_nodes_say_moves_no_cursor_and_makes_no_line() -> None:
+    """A node that was refused is shown by what it said of itself."""
+    hostile = "x\x1b[2Jy\nprefill-2 up\u202e\x9b"
+    (_, row) = lines(table([{**PEER, "detail": hostile}], tuple(PEER)))
+    assert row.endswith(r"x\x1b[2Jy\nprefill-2 up\u202e\x9b")
+    for line in lines(status_view({"name": hostile, "role": hostile, "ready": False, "not_ready": [hostile]})):
+        assert line.isprintable()
+
+
 def test_a_narrow_terminal_folds_and_cuts_nothing_off() -> None:
     """Figures that lose their last digits without a sign are worse than an ugly table."""
     rows = [{"prompt_tokens": 123_456, "cached_tokens": 98_765, "prefill_node": "a-node-with-a-long-name"}]

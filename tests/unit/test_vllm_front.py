@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from pdbus.bus.errors import ConfigError
 from pdbus.connector.vllm.pair import pair_of
@@ -292,5 +293,21 @@ def test_the_host_header_leads_to_no_other_path(method: str, path: str) -> None:
         client = await front(stack, [url(p)], [url(d)])
         answer = await client.request(method, path, json=ASKED, headers={"host": "x/sleep?"})
         assert answer.status_code == 200  # there is no /sleep
+
+    run(test)
+
+
+def test_a_header_of_any_bytes_is_passed_on() -> None:
+    async def test(stack: AsyncExitStack) -> None:
+        said = "caf\u00c3\u00a9 \u00e2\u0082\u00ac"  # UTF-8, as headers are read
+
+        def answers(_: dict[str, Any]) -> Response:
+            return Response("{}", headers={"x-request-id": said}, media_type="application/json")
+
+        p, d = [await stack.enter_async_context(FakeVllm(answers)) for _ in range(2)]
+        client = await front(stack, [url(p)], [url(d)])
+        answer = await client.post("/v1/completions", json=ASKED, headers={b"x-request-id": said.encode("latin-1")})
+        assert answer.status_code == 200 and d.headers[0]["x-request-id"] == said
+        assert dict(answer.headers.raw)[b"x-request-id"] == said.encode("latin-1")
 
     run(test)

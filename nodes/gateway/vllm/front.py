@@ -36,6 +36,8 @@ CONNECT_S = 5.0
 PASSED_ON = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")  # of a request's headers
 GIVEN_BACK = ("content-type", "retry-after", "x-request-id")  # of an answer's
 
+Headers = Mapping[bytes, bytes]
+
 log = logging.getLogger("pdbus.gateway")
 
 
@@ -109,7 +111,7 @@ class Front:
 
     # ------------------------------------------------------------ both legs
 
-    async def _begin(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Begun:
+    async def _begin(self, path: str, body: Mapping[str, Any], headers: Headers) -> Begun:
         """The beginning of an answer, from whom it can be had. Raises Broken when nobody answers."""
         tried_prefill: set[Server] = set()
         tried_decode: set[Server] = set()
@@ -132,7 +134,12 @@ class Front:
                 decoder = None
 
     async def _ask(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], prefiller: Server | None, decoder: Server
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Headers,
+        prefiller: Server | None,
+        decoder: Server,
     ) -> Begun:
         """Raises PrefillFailed before the answer has begun, and what httpx does of the decode server."""
         if prefiller is None:
@@ -150,7 +157,7 @@ class Front:
             decode.cancel()
             await asyncio.gather(prefill, decode, return_exceptions=True)
 
-    async def _prefill(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    async def _prefill(self, url: str, body: Mapping[str, Any], headers: Headers) -> None:
         """What is wrong with the request itself the decode server says as well."""
         try:
             answer = await self._http.post(url, json=body, headers=headers)
@@ -159,7 +166,7 @@ class Front:
         if answer.status_code == 429 or answer.status_code >= 500:
             raise PrefillFailed(f"answers {answer.status_code}")
 
-    async def _decode(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Begun:
+    async def _decode(self, url: str, body: Mapping[str, Any], headers: Headers) -> Begun:
         """A stream with its first bytes, anything else as a whole."""
         response = await self._http.send(self._http.build_request("POST", url, json=body, headers=headers), stream=True)
         try:
@@ -173,8 +180,9 @@ class Front:
 
     # ------------------------------------------------------------ one request
 
-    def _headers(self, request: Request) -> dict[str, str]:
-        return {name: value for name in self._passed_on if (value := request.headers.get(name)) is not None}
+    def _headers(self, request: Request) -> Headers:
+        """As bytes: they may be in any encoding."""
+        return {name: value for name, value in request.headers.raw if name.decode("latin-1") in self._passed_on}
 
     def _unreachable(self, turns: Turns, server: Server, error: httpx.HTTPError) -> None:
         turns.down(server, time.monotonic_ns())
@@ -240,7 +248,8 @@ async def _gone(request: Request) -> None:
 
 
 def _given_back(answer: httpx.Response) -> dict[str, str]:
-    return {name: value for name in GIVEN_BACK if (value := answer.headers.get(name)) is not None}
+    raw = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in answer.headers.raw]
+    return {name: value for name, value in raw if name in GIVEN_BACK}
 
 
 def _said(error: httpx.HTTPError) -> str:
