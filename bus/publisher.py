@@ -11,6 +11,7 @@ mark, one frame. Subscriptions arrive in order: when the mark comes back, all ar
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,9 +33,13 @@ from .wire import Header
 EVENT_GROUPS = ("kv", "lease", "node", "request")  # what nodes publish
 MARK = b"\xff"  # how a mark begins: no topic does, since this is no UTF-8; and it sorts behind all of them
 MARK_BYTES = 16  # random ones that follow
-SUBSCRIBED = b"\x01"  # how XPUB tells of a subscription; the topic follows
+SUBSCRIBED, LEFT = b"\x01", b"\x00"  # how XPUB tells of a subscription, and of its end; the topic follows
+SUBSCRIPTION_BYTES_MAX = 4096  # of one; CURVE's handshake has frames of some 400
+SUBSCRIBED_BYTES_MAX = 256 << 10  # of all: thousands of subscribers. ZeroMQ keeps some 50 bytes for each byte
 REBIND_S = 0.02  # until the port is free again; ZeroMQ gives it up in the background
 FRAMES = 2  # topic, message
+
+log = logging.getLogger("pdbus")
 
 
 class Publisher:
@@ -63,6 +68,7 @@ class Publisher:
         self._on_door = on_door or (lambda problem: None)
         self._door: Door | None = None
         self._watch: Pump | None = None  # the monitor
+        self._subscribed_bytes, self._too_many = 0, False
         self._sequences: dict[str, int] = {}
         self._states: dict[str, Callable[[], dict[str, Any]]] = {}
 
@@ -72,6 +78,8 @@ class Publisher:
         configure(socket, address)
         if self._keyring is not None:
             serve(socket, self._keyring)
+        socket.set(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
+        self._subscribed_bytes, self._too_many = 0, False
         watch = socket.get_monitor_socket(DOOR_EVENTS)
         try:
             socket.bind(address)
@@ -151,9 +159,18 @@ class Publisher:
             self._door.heard(said["event"], said["value"])
 
     def _on_subscription(self, frames: list[bytes]) -> None:
+        self._count(frames[0])
         mark = frames[0].removeprefix(SUBSCRIBED)
         if self._pump is not None and mark != frames[0] and mark.startswith(MARK) and len(mark) <= 1 + MARK_BYTES:
             self._pump.send([mark])
+
+    def _count(self, said: bytes) -> None:
+        """Who subscribes to more than a node can keep cannot be told from the others."""
+        self._subscribed_bytes += {SUBSCRIBED: len(said), LEFT: -len(said)}.get(said[:1], 0)
+        if self._subscribed_bytes > SUBSCRIBED_BYTES_MAX and not self._too_many:
+            self._too_many = True
+            log.warning("events: subscriptions of more than %d bytes; all subscribers are cut", SUBSCRIBED_BYTES_MAX)
+            asyncio.get_running_loop().call_soon(self.turn_out)
 
 
 class Subscriber:

@@ -105,7 +105,9 @@ def refusal(name: str, role: str, says: str, message: Message, taken: Callable[[
     kind = type(message)
     if kind not in MAY_SEND[role] and not (own and kind in OPERATE):
         return f"the key of {name} is {role}: it may not send {message.KIND}"
-    if says != name and (taken(says) or (role in RUNS and not own)):
+    if says != name and role in RUNS and not own:
+        return f"the key of {name} is {role}: it speaks for {name} alone, not for {says!r:.80}"
+    if says != name and taken(says):
         return f"the key of {name} cannot speak for {says!r:.80}"
     if isinstance(message, Hello) and message.geometry is not None and message.role not in RUNS.get(role, ()):
         return f"the key of {name} is {role}: it cannot be a {message.role!r:.20} node"

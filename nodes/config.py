@@ -42,7 +42,7 @@ class NodeConfig(Declared):
     listen_asked: bool
     advertise: str  # what others connect to; port 0 or a moved default port: control fills in
     advertise_asked: bool
-    events: str  # PUB; event replay binds the port after it
+    events: str  # PUB; the port after it is kept for a replay of events
     events_asked: bool
     join: tuple[str, ...]
     keys: str  # folder; "": no keys, everything in clear
@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("advertise", "Bus", _ADVERTISED, values.address(), lambda c, host: c["listen"],
             "The address that others connect to.", "what it listens on"),
     Setting("events", "Bus", _ADVERTISED, values.address(free_port=True), _events,
-            "Where KV-cache events are published; their replay binds the port after it.", "the port after --listen"),
+            "Where events are published; the port after it is kept free.", "the port after --listen"),
     Setting("join", "Bus", _ADVERTISED, values.addresses, (),
             "Bus address of any member of the cluster; repeat, or separate with commas."),
     Setting("keys", "Bus", "DIR", str, "",

@@ -101,7 +101,7 @@ async def _started(cluster: Cluster, what: str, console: Console) -> AsyncIterat
         await cluster.start()
     try:
         for node in cluster.nodes:
-            console.print(f"{node.name} pid {node.pid} {node.address} {node.http}", style="dim")
+            console.print(f"{node.name} pid {node.pid} {node.address} {node.http}".rstrip(), style="dim")
         yield
     finally:
         await cluster.stop()
@@ -155,7 +155,7 @@ class _Telling:
     def asked(self, prompt: str) -> None:
         first, _, rest = prompt.partition("\n")
         more = f" ... ({len(prompt.split())} words)" if rest else ""
-        self._console.print(Text(f"\n> {first}{more}", style="bold"))
+        self._console.print(Text(f"\n> {first}{more}", style="bold"), soft_wrap=True)
 
     def text(self, piece: str) -> None:
         self._console.print(Text(piece), end="", soft_wrap=True)

@@ -31,7 +31,8 @@ def show(
         str,
         typer.Argument(
             metavar="REQUEST",
-            help="Its id (as HTTP shows it, too) or how that begins, or the client's id. Not needed with an option.",
+            help="Its id (as HTTP shows it, too) or how that begins, or the client's id; with an option not needed: "
+            "DIR may stand here.",
         ),
     ],
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="Folders of --record.")] = None,
@@ -194,8 +195,8 @@ def simulate(
     prefill_chunk: Annotated[
         str, typer.Option(metavar="TOKENS", help="Of one prompt in one step; for a search several: 512,2048.")
     ] = "",
-    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step.")] = 0,
-    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step.")] = 0,
+    max_batch_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="In one step; 0: the profile's.")] = 0,
+    max_running: Annotated[int, typer.Option(metavar="N", min=0, help="Sequences in one step; 0: the profile's.")] = 0,
     skip_sampling: Annotated[bool, typer.Option("--skip-sampling", help="Prefill nodes sample nothing.")] = False,
     prefill_policy: Annotated[
         str, typer.Option(metavar="WHERE", help="As a node's: remote (the default), auto or local.")
@@ -203,7 +204,9 @@ def simulate(
     block_size: Annotated[
         int, typer.Option(metavar="TOKENS", min=0, help="Of a KV block; 0: the workload's, or 512.")
     ] = 0,
-    kv_tokens: Annotated[int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds.")] = 0,
+    kv_tokens: Annotated[
+        int, typer.Option(metavar="TOKENS", min=0, help="That a node's KV memory holds; 0: the profile's.")
+    ] = 0,
     link: Annotated[float, typer.Option(metavar="GB/S", help="Bandwidth of a node's link; 0: the profile's.")] = 0.0,
     lease: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 30s.")] = "",
     renew: Annotated[str, typer.Option(metavar="TIME", help="As a node's: 5s.")] = "",

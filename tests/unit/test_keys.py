@@ -92,7 +92,9 @@ def test_a_client_calls_itself_what_it_likes_but_not_by_anothers_name() -> None:
 
 def test_a_node_speaks_in_its_own_name_alone() -> None:
     assert why("decode", Token(client_id="1", request=b"", index=0, tokens=b"")) == ""
-    assert why("decode", Hello(role="decode"), says="other") == "the key of me cannot speak for 'other'"
+    assert why("decode", Hello(role="decode"), says="other") == (
+        "the key of me is decode: it speaks for me alone, not for 'other'"
+    )
 
 
 def test_a_nodes_own_http_process_operates_it() -> None:

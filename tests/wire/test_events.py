@@ -67,6 +67,42 @@ async def test_a_subscriber_survives_any_bytes() -> None:
 
 
 @on_loop
+@pytest.mark.parametrize(("count", "size"), [(400, 1000), (1, 5000)], ids=["many", "long"])
+async def test_subscriptions_that_a_node_cannot_keep_cut_their_sender_off(count: int, size: int) -> None:
+    """ZeroMQ keeps some 50 bytes for each byte of a topic. Others come back by themselves."""
+    heard: list[Published] = []
+    publisher = Publisher("n", os.urandom(16))
+    address = publisher.bind(ANY_PORT)
+    subscriber = Subscriber(address, ["ping"], lambda h, p: heard.append(p))
+    await until(ready(publisher, heard))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    hostile = context.socket(zmq.XSUB)
+    cut = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    hostile.connect(address)
+    for _ in range(count):
+        hostile.send(b"\x01" + os.urandom(size))
+    await until(lambda: cut.poll(0))
+    hostile.disable_monitor()
+    context.destroy(linger=0)
+    heard.clear()
+    await until(ready(publisher, heard))
+    subscriber.close()
+    publisher.close()
+
+
+@on_loop
+async def test_who_leaves_makes_room_for_others() -> None:
+    publisher = Publisher("n", os.urandom(16))
+    address = publisher.bind(ANY_PORT)
+    for _ in range(5):
+        subscriber = Subscriber(address, [os.urandom(1000).hex() for _ in range(50)], lambda h, p: None)
+        await until(subscriber.in_force.is_set)
+        subscriber.close()
+        await until(lambda: publisher._subscribed_bytes == 0)
+    publisher.close()
+
+
+@on_loop
 async def test_a_taken_events_address_is_a_config_error() -> None:
     one, two = Publisher("a", b"1"), Publisher("b", b"2")
     address = one.bind(ANY_PORT)
