@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pdbus.bus.errors import ConfigError, PdError, RequestError
 from pdbus.bus.ports import parse_address
-from pdbus.nodes.http.peers import BUS_PORT, fetch_info
+from pdbus.nodes.http.peers import BUS_PORT, Info, fetch_info
 
 from .fleet import Fleet
 from .fleet_node import FleetNode
@@ -91,7 +91,8 @@ class Endpoints:
         told = ""
         while True:
             try:
-                address, name = await _bus_of(endpoint)
+                found = await _info_of(endpoint)
+                need_role(found, decodes=decodes)
             except PdError as e:
                 if str(e) != told:
                     log.info("%s %s", endpoint, e)
@@ -99,9 +100,9 @@ class Endpoints:
                 await asyncio.sleep(RETRY_S)
                 continue
             if decodes:
-                self._fleet.join(address)
+                self._fleet.join(found.address)
             else:
-                self._prefillers[address] = name
+                self._prefillers[found.address] = found.name
             return
 
     async def _join(self, node: FleetNode, address: str) -> None:
@@ -115,12 +116,18 @@ class Endpoints:
         self._asking.pop((node.incarnation, address), None)
 
 
-async def _bus_of(endpoint: Endpoint) -> tuple[str, str]:
-    """Bus address and name ('' where not told) of the node behind a port. Raises RequestError."""
+async def _info_of(endpoint: Endpoint) -> Info:
+    """Of the node behind a port; name and role are '' behind a bus port. Raises RequestError."""
     try:
-        info = await fetch_info(f"http://{endpoint}")
+        return await fetch_info(f"http://{endpoint}")
     except RequestError as e:
         if e.code == BUS_PORT:
-            return f"tcp://{endpoint}", ""
+            return Info(name="", address=f"tcp://{endpoint}")
         raise
-    return info.address, info.name
+
+
+def need_role(info: Info, *, decodes: bool) -> None:
+    """Raises RequestError where a decode node is to be and a prefill node is, or the other way round."""
+    if info.role == ("prefill" if decodes else "decode"):
+        setting = "--decoder-port" if decodes else "--prefiller-port"
+        raise RequestError(f"is a {info.role} node, {info.name}: {setting} is for others")

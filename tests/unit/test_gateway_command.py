@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pdbus.bus.errors import ConfigError
+from pdbus.bus.errors import ConfigError, RequestError
 from pdbus.nodes.cli import main
 from pdbus.nodes.gateway.command import http_address
-from pdbus.nodes.gateway.endpoints import Endpoint, paired
+from pdbus.nodes.gateway.endpoints import Endpoint, need_role, paired
+from pdbus.nodes.http.peers import Info
 
 HOST, PORT = "--decoder-host", "--decoder-port"
 
@@ -100,3 +101,16 @@ def test_a_folder_that_cannot_be_recorded_into_is_named(
     (tmp_path / "file").write_text("")
     output = said_of(("--join", NODE, "--record", str(tmp_path / "file")), monkeypatch, capsys)
     assert "is a file; give a folder" in output
+
+
+@pytest.mark.parametrize(("role", "decodes"), [("prefill", True), ("decode", False)])
+def test_a_node_of_the_other_role_is_named_with_its_option(role: str, decodes: bool) -> None:
+    option = "--decoder-port" if decodes else "--prefiller-port"
+    with pytest.raises(RequestError, match=f"is a {role} node, n1: {option}"):
+        need_role(Info(name="n1", address="tcp://127.0.0.1:7400", role=role), decodes=decodes)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("role", ["both", ""])
+def test_a_node_that_does_both_or_does_not_say_will_do(role: str, decodes: bool) -> None:
+    need_role(Info(name="n1", address="tcp://127.0.0.1:7400", role=role), decodes=decodes)
