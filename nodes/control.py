@@ -25,9 +25,8 @@ from pdbus.bus.membership import Membership
 from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
 from pdbus.bus.wire import decode, encode, pack_u32, replace
 from pdbus.connector import ipc
-from pdbus.connector.joins import MoversReady
 from pdbus.connector.key_watch import KeyWatch
-from pdbus.connector.movers import agents_of, movers, start_movers
+from pdbus.connector.movers import RESTART_WAIT_S, STARTS_MAX, MoverShell, Said
 from pdbus.connector.process import Exit, keep_what_is_loaded
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
@@ -53,8 +52,6 @@ from .spans import NodeSpans
 from .tokenizer import load_tokenizer
 from .tracing import tracer_of
 
-STARTS_MAX = 3  # of a child in a row without becoming ready; then the node ends
-RESTART_WAIT_S = 0.1  # before a child is started again; one that dies at once must not spin
 TICK_MIN_S = 0.001
 FLUSH_MS = 500  # what goodbyes and last answers get to leave
 
@@ -100,8 +97,7 @@ class Control:
         self._turning = False
         self._timer: asyncio.TimerHandle | None = None
         self._prompts: dict[TryId, bytes] = {}  # of the prefill.request being handled
-        self._starts = {"worker": 0, "mover": 0}
-        self._mover_asked = False
+        self._starts = 0  # of workers
         self._signals = 0
         self._ready, self._loaded = False, ""  # what the log says of it
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -135,9 +131,9 @@ class Control:
         self._checks = 0
         self._checking: dict[int, ev.CheckKv] = {}  # by number, what the workers digest now
         self.worker = workers(config, setup, slabs, directory, on_message=self._on_worker, on_exit=self._on_worker_exit)
-        self.mover = movers(
-            slabs, setup.layouts, directory, listen=config.listen, on_message=self._on_mover,
-            on_exit=self._on_mover_exit,
+        self.mover = MoverShell(
+            slabs, setup.layouts, directory, name=config.name, incarnation=self.incarnation, listen=config.listen,
+            tell=self._tell_of_mover, spawn=self._spawn, on_said=self._on_mover, on_broken=self.fail, log=log,
         )  # fmt: skip
 
     def _key_watch(self, keyring: Keyring) -> KeyWatch:
@@ -153,7 +149,7 @@ class Control:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         await self._start_worker()
-        await start_movers(self.mover, self.config.name, self.incarnation, 1)
+        await self.mover.start(1)
         if self._http is not None:
             await self._http.start()
         log.info("bus %s%s", self.address, f", HTTP {self.http}" if self.http else "")
@@ -312,7 +308,7 @@ class Control:
     def _on_worker(self, message: ipc.FromWorker) -> None:
         match message:
             case ipc.WorkerReady():
-                self._starts["worker"] = 0
+                self._starts = 0
                 self._loaded = f"worker {message.pid} loaded in {message.load_ns / 1e9:.1f} s"
                 self.post(ev.WorkerUp())
             case ipc.StepDone():
@@ -414,7 +410,15 @@ class Control:
             self.post(ev.WorkerLost(problem=str(ended)))
 
     def _restart_worker(self, e: ev.RestartWorker) -> None:
-        self._start_again("worker", self._start_worker)
+        self._starts += 1
+        if self._starts >= STARTS_MAX:
+            self.fail(Broken(f"the worker ended {STARTS_MAX} times in a row before it was ready"))
+            return
+        self._spawn(self._start_worker_later(RESTART_WAIT_S * (self._starts - 1)))
+
+    async def _start_worker_later(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        await self._start_worker()
 
     async def _start_worker(self) -> None:
         """Ranks meet in a file of their own for each life."""
@@ -424,28 +428,10 @@ class Control:
 
     # ------------------------------------------------------------ the mover
 
-    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
+    def _on_mover(self, message: Said) -> None:
         match message:
-            case MoversReady():
-                self._starts["mover"] = 0
-                self.post(ev.MoverUp(agents=agents_of(self.setup.layouts, message)))
-            case ipc.PeerAdded():
-                if message.problem:
-                    log.error("the mover cannot read from %s: %s", message.peer.partition("/")[0], message.problem)
-                    self.mover.send(ipc.PeerRemove(peer=message.peer))  # where ranks have it all the same
-                self.post(ev.PeerAddEnded(peer=message.peer, problem=message.problem))
             case ipc.ReadEnded():
                 self.measures.read_ended(message)
-                self.post(
-                    ev.ReadEnded(
-                        read=message.read,
-                        problem=message.problem,
-                        bytes=message.bytes,
-                        transfer_ns=message.transfer_ns,
-                    )
-                )
-            case ipc.ReadDoubtful():
-                self.post(ev.ReadDoubtful(read=message.read, problem=message.problem))
             case ipc.MoverAlive():
                 self.intake.probed("mover", message.probe)
             case ipc.MoverFailed() if self.core.mover.up:
@@ -453,61 +439,31 @@ class Control:
             case ipc.MoverFailed(setting=setting, problem=problem):
                 self.fail(ConfigError(setting, problem) if setting else Broken(f"the mover cannot start: {problem}"))
 
-    def _add_peer(self, e: ev.AddPeer) -> None:
-        self.mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents))
+    def _tell_of_mover(self, event: ev.NodeEvent) -> None:
+        if isinstance(event, ev.MoverLost):
+            self.intake.lost("mover")
+        self.post(event)
 
-    def _remove_peer(self, e: ev.RemovePeer) -> None:
-        self.mover.send(ipc.PeerRemove(peer=e.peer))
+    def _to_mover(self, e: ev.NodeEffect) -> None:
+        self.mover.carry_out(e)
 
     def _start_read(self, e: ev.StartRead) -> None:
-        source, target = pack_u32(e.source), pack_u32(e.target)
-        self.mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
+        self.mover.carry_out(e)
         if e.end < len(self.intake.prompt(e.request)):  # the last chunk's is followed by a step at once
             self._warm()
-
-    def _advertise(self, e: ev.AdvertiseLeases) -> None:
-        self.mover.send(ipc.Advertise(leases=e.leases))
-
-    def _on_mover_exit(self, ended: Exit) -> None:
-        self.intake.lost("mover")
-        if self._ended.done():
-            return
-        asked, self._mover_asked = self._mover_asked, False
-        if not asked:
-            log.error("mover: %s", ended)
-        self.post(ev.MoverLost(problem=str(ended), asked=asked))
 
     def _restart_mover(self, e: ev.RestartMover) -> None:
         if self.core.mover.healing:
             log.warning("mover: replaced, since too many blocks wait for reads that do not end")
-        if self.mover.running:
-            if not self._mover_asked:
-                self._mover_asked = True
-                self._spawn(self.mover.stop())
-        else:
-            self._start_again("mover", lambda: start_movers(self.mover, self.config.name, self.incarnation, e.epoch))
+        self.mover.carry_out(e)
 
-    # ------------------------------------------------------------ starting again
-
-    def _start_again(self, what: str, start: Callable[[], Any]) -> None:
-        self._starts[what] += 1
-        if self._starts[what] >= STARTS_MAX:
-            self.fail(Broken(f"the {what} ended {STARTS_MAX} times in a row before it was ready"))
-            return
-
-        async def later() -> None:
-            await asyncio.sleep(RESTART_WAIT_S * (self._starts[what] - 1))
-            await start()
-
-        self._spawn(later())
+    # ------------------------------------------------------------ the rest
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda t: None if t.cancelled() else self.fail(t.exception()))
-
-    # ------------------------------------------------------------ the rest
 
     def _publish(self, e: ev.Publish) -> None:
         if e.topic == "node" and (line := report.news(e.event, e.data)):
@@ -532,12 +488,12 @@ _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.TakeFirstToken: Control._take_first_token,
     ev.EmitToken: Control._emit_token,
     ev.EndRequest: Control._end_request,
-    ev.AddPeer: Control._add_peer,
-    ev.RemovePeer: Control._remove_peer,
+    ev.AddPeer: Control._to_mover,
+    ev.RemovePeer: Control._to_mover,
     ev.StartRead: Control._start_read,
     ev.CheckKv: Control._check_kv,
     ev.StartCopy: lambda c, e: c.worker.send(ipc.Copy(copy=e.copy, way=e.way, blocks=pack_u32(e.blocks))),
-    ev.AdvertiseLeases: Control._advertise,
+    ev.AdvertiseLeases: Control._to_mover,
     ev.RestartMover: Control._restart_mover,
     ev.RestartWorker: Control._restart_worker,
     ev.Publish: Control._publish,

@@ -27,16 +27,13 @@ from pdbus.bus.members import MembershipConfig, Peer
 from pdbus.bus.membership import Membership
 from pdbus.bus.messages import EventsSnapshot, Hello, KVLayout, Message
 from pdbus.bus.publisher import Publisher
-from pdbus.bus.wire import pack_u32
 
 from .. import events as ev
 from .. import ipc
 from ..handoff import HandoffConfig
-from ..joins import MoversReady
 from ..key_watch import KeyWatch
 from ..layout import node_block_bytes
-from ..movers import Movers, agents_of, movers, start_movers
-from ..process import Exit
+from ..movers import MoverShell, Said
 from ..readable import unreadable
 from ..recording import TurnRecorder
 from ..run_directory import RunDirectory
@@ -55,8 +52,6 @@ S = 1_000_000_000
 START_WAIT_S = 30.0  # for the bus to be bound
 STOP_WAIT_S = 10.0  # for the mover to end in good order
 FLUSH_MS = 500  # what last words get to leave
-STARTS_MAX = 3  # of a mover in a row without becoming ready; then nothing is handed over any more
-RESTART_WAIT_S = 0.1
 RENEWALS = 6  # in a lease's time, as on a node: some may be lost
 TICK_MIN_S = 0.001
 REST_S = 0.005  # of vLLM's scheduler, when it has nothing but requests that wait for KV; new ones wait until it ends
@@ -95,8 +90,6 @@ class Control:
         self._bound = threading.Event()
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="pdbus", daemon=True)
-        self._starts = 0
-        self._asked = False  # the mover was told to end
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -189,9 +182,10 @@ class Control:
         )
         if keyring is not None:
             self._keys = KeyWatch(keyring, self._endpoint, self._publisher, peer=self._peer, tell=self.tell)
-        self._mover: Movers = movers(
-            self._slabs, self._layouts, directory.path, listen=self._settings.listen, on_message=self._on_mover,
-            on_exit=self._on_mover_exit,
+        self._mover = MoverShell(
+            self._slabs, self._layouts, directory.path, name=self._settings.name, incarnation=self._incarnation,
+            listen=self._settings.listen, tell=self.tell, spawn=self._spawn, on_said=self._on_mover,
+            on_broken=self._end, log=log,
         )  # fmt: skip
         try:
             self.address = address = self._endpoint.bind(self._settings.listen, setting=f"{WHERE}.listen")
@@ -199,7 +193,7 @@ class Control:
             self._make_core(self._pair_config(), self._membership(address, events))
             if self._keys is not None:
                 self._keys.start(address)
-            await self._start_mover(1)
+            await self._mover.start(1)
             for join in self._settings.join:
                 self.tell(ev.JoinAsked(address=join))
             s = self._settings
@@ -316,51 +310,9 @@ class Control:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda t: None if t.cancelled() or t.exception() is None else self._end(t.exception()))
 
-    # ------------------------------------------------------------ the mover
-
-    async def _start_mover(self, epoch: int) -> None:
-        await start_movers(self._mover, self._settings.name, self._incarnation, epoch)
-
-    def _on_mover(self, message: ipc.FromMover | MoversReady) -> None:
-        match message:
-            case MoversReady():
-                self._starts = 0
-                self.tell(ev.MoverUp(agents=agents_of(self._layouts, message)))
-            case ipc.PeerAdded(peer=peer, problem=problem):
-                if problem:
-                    log.error("cannot read from %s: %s", peer.partition("/")[0], problem)
-                    self._mover.send(ipc.PeerRemove(peer=peer))  # where ranks have it all the same
-                self.tell(ev.PeerAddEnded(peer=peer, problem=problem))
-            case ipc.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns):
-                self.tell(ev.ReadEnded(read=read, problem=problem, bytes=size, transfer_ns=transfer_ns))
-            case ipc.ReadDoubtful(read=read, problem=problem):
-                self.tell(ev.ReadDoubtful(read=read, problem=problem))
-            case ipc.MoverFailed(problem=problem):
-                log.error("mover: %s", problem)
-
-    def _on_mover_exit(self, ended: Exit) -> None:
-        asked, self._asked = self._asked, False
-        if not asked and not self._ended.done():
-            log.error("mover: %s", ended)
-        self.tell(ev.MoverLost(problem=str(ended), asked=asked))
-
-    def _restart_mover(self, e: ev.RestartMover) -> None:
-        if self._ended.done():
-            return
-        if self._mover.running:
-            if not self._asked:
-                self._asked = True
-                self._spawn(self._mover.stop())
-            return
-        self._starts += 1
-        if self._starts >= STARTS_MAX:
-            self._end(Broken(f"the mover ended {STARTS_MAX} times in a row before it was ready"))
-            return
-        self._spawn(self._start_later(e.epoch, RESTART_WAIT_S * (self._starts - 1)))
-
-    async def _start_later(self, epoch: int, wait_s: float) -> None:
-        await asyncio.sleep(wait_s)
-        await self._start_mover(epoch)
+    def _on_mover(self, message: Said) -> None:
+        if isinstance(message, ipc.MoverFailed):
+            log.error("mover: %s", message.problem)
 
     # ------------------------------------------------------------ effects
 
@@ -375,9 +327,8 @@ class Control:
         else:
             self.tell(ev.LinkOpened(address=e.address, link=link))
 
-    def _start_read(self, e: ev.StartRead) -> None:
-        source, target = pack_u32(e.source), pack_u32(e.target)
-        self._mover.send(ipc.Read(read=e.read, peer=e.peer, begin=e.begin, end=e.end, source=source, target=target))
+    def _to_mover(self, e: ev.NodeEffect) -> None:
+        self._mover.carry_out(e)
 
     def _publish(self, e: ev.Publish) -> None:
         if e.topic == "node" or e.event == "attempt.failed":
@@ -401,11 +352,11 @@ _CARRY_OUT: dict[type[ev.NodeEffect], Callable[[Control, Any], None]] = {
     ev.Send: Control._send,
     ev.OpenLink: Control._open_link,
     ev.CloseLink: lambda c, e: c._endpoint.close_link(e.link, linger_ms=FLUSH_MS if e.flush else 0),
-    ev.AddPeer: lambda c, e: c._mover.send(ipc.PeerAdd(peer=e.peer, geometry=e.geometry, agents=e.agents)),
-    ev.RemovePeer: lambda c, e: c._mover.send(ipc.PeerRemove(peer=e.peer)),
-    ev.StartRead: Control._start_read,
-    ev.AdvertiseLeases: lambda c, e: c._mover.send(ipc.Advertise(leases=e.leases)),
-    ev.RestartMover: Control._restart_mover,
+    ev.AddPeer: Control._to_mover,
+    ev.RemovePeer: Control._to_mover,
+    ev.StartRead: Control._to_mover,
+    ev.AdvertiseLeases: Control._to_mover,
+    ev.RestartMover: Control._to_mover,
     ev.Publish: Control._publish,
     ev.Drained: lambda c, e: c._end(),
 }
