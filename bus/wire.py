@@ -1,4 +1,4 @@
-"""Bytes in, declared types out. The only module that knows msgspec.
+"""Bytes in, declared types out. The only module that knows msgspec and msgpack.
 
 A message begins with `pd1.<kind>`, so that a peer of another major is refused without decoding anything. Its header
 and body are msgpack maps with string keys: unknown keys are ignored, missing ones take their defaults, wrong types are
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar, Union, dataclass_transform
 
+import msgpack
 import msgspec
 
 from .errors import RemoteProtocolError, RequestError
@@ -212,14 +213,14 @@ def replace(value: T, **changes: Any) -> T:
 def unpack_foreign(data: bytes) -> Any:
     """msgpack that has no declared type here. Raises RemoteProtocolError."""
     try:
-        return msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as e:  # TypeError: a map as a key
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)  # no length inside can pass the buffer's
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as e:
         raise RemoteProtocolError(f"not msgpack: {e}") from None
 
 
 def pack_foreign(value: Any) -> bytes:
     """Plain values as msgpack."""
-    return msgspec.msgpack.encode(value)
+    return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
