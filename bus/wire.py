@@ -210,8 +210,10 @@ def replace(value: T, **changes: Any) -> T:
     return msgspec.structs.replace(value, **changes)
 
 
-def unpack_foreign(data: bytes) -> Any:
+def unpack_foreign(data: bytes, bytes_max: int = FRAME_BYTES_MAX) -> Any:
     """msgpack that has no declared type here. Raises RemoteProtocolError."""
+    if len(data) > bytes_max:
+        raise RemoteProtocolError(f"{len(data)} bytes of msgpack, at most {bytes_max}")
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)  # no length inside can pass the buffer's
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as e:

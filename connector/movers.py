@@ -18,11 +18,8 @@ from . import ipc
 from .joins import MoverJoin, MoversReady
 from .managed import Managed, agent_of
 from .process import Exit, nixl_environment
-from .ranks import Ranks
+from .ranks import Ranks, Starts
 from .slab import Slab
-
-STARTS_MAX = 3  # of movers in a row without becoming ready; then there are none any more
-RESTART_WAIT_S = 0.1  # before they are started again; those that die at once must not spin
 
 Said = ipc.FromMover | MoversReady
 
@@ -53,7 +50,7 @@ class MoverShell:
         self._tell, self._spawn = tell, spawn
         self._on_said, self._on_broken = on_said, on_broken
         self._log = log
-        self._starts = 0
+        self._starts = Starts("mover")
         self._asked = False  # they were told to end, to be started again
         self._over = False
 
@@ -112,7 +109,7 @@ class MoverShell:
         self._on_said(message)
         match message:
             case MoversReady():
-                self._starts = 0
+                self._starts.ready()
                 self._tell(ev.MoverUp(agents=self._agents(message)))
             case ipc.PeerAdded(peer=peer, problem=problem):
                 if problem:
@@ -144,11 +141,10 @@ class MoverShell:
                 self._asked = True
                 self._spawn(self._ranks.stop())
             return
-        self._starts += 1
-        if self._starts >= STARTS_MAX:
-            self._on_broken(Broken(f"the mover ended {STARTS_MAX} times in a row before it was ready"))
-            return
-        self._spawn(self._start_later(epoch, RESTART_WAIT_S * (self._starts - 1)))
+        try:
+            self._spawn(self._start_later(epoch, self._starts.wait_s()))
+        except Broken as e:
+            self._on_broken(e)
 
     async def _start_later(self, epoch: int, wait_s: float) -> None:
         await asyncio.sleep(wait_s)

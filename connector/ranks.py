@@ -10,10 +10,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from pdbus.bus.errors import Broken
 from pdbus.bus.wire import Declared
 
 from .managed import Managed
 from .process import Exit
+
+STARTS_MAX = 3  # in a row without becoming ready
+RESTART_WAIT_S = 0.1  # before the next but one; those that die at once must not spin
 
 Received = TypeVar("Received", bound=Declared)
 Received_contra = TypeVar("Received_contra", contravariant=True)
@@ -97,3 +101,21 @@ class Ranks(Generic[Received, Joined]):
                 task.add_done_callback(self._ending.discard)
         if not self._alive:
             self._on_exit(self._first)
+
+
+class Starts:
+    """How often children of one kind were started again, in a row, without becoming ready."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._in_a_row = 0
+
+    def ready(self) -> None:
+        self._in_a_row = 0
+
+    def wait_s(self) -> float:
+        """They are to be started again: after how long. Raises Broken when that was tried too often."""
+        self._in_a_row += 1
+        if self._in_a_row >= STARTS_MAX:
+            raise Broken(f"the {self._what} ended {STARTS_MAX} times in a row before it was ready")
+        return RESTART_WAIT_S * (self._in_a_row - 1)

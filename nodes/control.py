@@ -26,8 +26,9 @@ from pdbus.bus.messages import FirstToken, Message, PrefillRequest, TryId
 from pdbus.bus.wire import decode, encode, pack_u32, replace
 from pdbus.connector import ipc
 from pdbus.connector.key_watch import KeyWatch
-from pdbus.connector.movers import RESTART_WAIT_S, STARTS_MAX, MoverShell, Said
+from pdbus.connector.movers import MoverShell, Said
 from pdbus.connector.process import Exit, keep_what_is_loaded
+from pdbus.connector.ranks import Starts
 from pdbus.connector.readable import unreadable
 from pdbus.connector.run_directory import RunDirectory
 from pdbus.connector.slab import Slab, check_available
@@ -97,7 +98,7 @@ class Control:
         self._turning = False
         self._timer: asyncio.TimerHandle | None = None
         self._prompts: dict[TryId, bytes] = {}  # of the prefill.request being handled
-        self._starts = 0  # of workers
+        self._starts = Starts("worker")
         self._signals = 0
         self._ready, self._loaded = False, ""  # what the log says of it
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -308,7 +309,7 @@ class Control:
     def _on_worker(self, message: ipc.FromWorker) -> None:
         match message:
             case ipc.WorkerReady():
-                self._starts = 0
+                self._starts.ready()
                 self._loaded = f"worker {message.pid} loaded in {message.load_ns / 1e9:.1f} s"
                 self.post(ev.WorkerUp())
             case ipc.StepDone():
@@ -410,11 +411,10 @@ class Control:
             self.post(ev.WorkerLost(problem=str(ended)))
 
     def _restart_worker(self, e: ev.RestartWorker) -> None:
-        self._starts += 1
-        if self._starts >= STARTS_MAX:
-            self.fail(Broken(f"the worker ended {STARTS_MAX} times in a row before it was ready"))
-            return
-        self._spawn(self._start_worker_later(RESTART_WAIT_S * (self._starts - 1)))
+        try:
+            self._spawn(self._start_worker_later(self._starts.wait_s()))
+        except Broken as e:
+            self.fail(e)
 
     async def _start_worker_later(self, wait_s: float) -> None:
         await asyncio.sleep(wait_s)

@@ -51,7 +51,7 @@ async def fetch_tokenizer(client: Client) -> Tokenizer:
 
 def _loaded(packed: bytes) -> Tokenizer:
     """Written to a folder for as long as it takes to read it."""
-    files = unpack_foreign(packed)
+    files = unpack_foreign(packed, PARTS_MAX * PART_BYTES)
     with tempfile.TemporaryDirectory(prefix="pd-tokenizer-") as folder:
         for name in FILES:
             if isinstance(files.get(name), bytes):

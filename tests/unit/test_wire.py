@@ -33,3 +33,10 @@ def test_any_bytes_are_a_value_or_a_protocol_error(data: bytes) -> None:
 def test_damaged_deep_and_large_ones_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack_foreign(data)
+
+
+def test_only_who_expects_more_than_a_frame_is_given_it() -> None:
+    data = pack_foreign(bytes(FRAME_BYTES_MAX))
+    with pytest.raises(RemoteProtocolError, match=f"at most {FRAME_BYTES_MAX}"):
+        unpack_foreign(data)
+    assert len(unpack_foreign(data, len(data))) == FRAME_BYTES_MAX
